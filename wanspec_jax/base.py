@@ -113,3 +113,35 @@ class Codec(NamedTuple):
   unpack: Callable[[bytes, int, int, int], Any]
   row_bytes: Callable[[int], float]
   row_local: bool
+
+
+class Rollback(NamedTuple):
+  """Bookkeeping of a stage's cache slots: who holds which, who sees whom.
+
+  All functions are pure: they return a new state and leave the old one valid,
+  so a snapshot is the state itself.
+
+  Attributes:
+    name: as in `--rollback`.
+    init: `(capacity) -> state`.
+    reserve: `(state, *, sequences, ids, parents, committed) -> (state, slots)`,
+      a slot per row of a run.
+    mask: `(state, slots, num_slots) -> [n, num_slots] bool`, true where a row
+      sees a slot.
+    commit: `(state, sequence, root id, parent id) -> state`; the parent is None
+      unless the root is a row of the run that the commit rides on.
+    cancel: `(state, sequence, ids) -> state`.
+    close: `(state, sequence) -> state`.
+    positions: `(state, slots) -> [n] int32` absolute positions.
+    num_used: `(state) -> int` slots in use.
+  """
+
+  name: str
+  init: Callable[[int], Any]
+  reserve: Callable[..., tuple[Any, np.ndarray]]
+  mask: Callable[[Any, np.ndarray, int], np.ndarray]
+  commit: Callable[[Any, int, int, int | None], Any]
+  cancel: Callable[[Any, int, np.ndarray], Any]
+  close: Callable[[Any, int], Any]
+  positions: Callable[[Any, np.ndarray], np.ndarray]
+  num_used: Callable[[Any], int]

@@ -1,0 +1,52 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Lockstep: launch one sized tree, wait for its verdict, repeat.
+
+The synchronous tree speculation of SpecInfer (https://arxiv.org/abs/2305.09781)
+and Sequoia (https://arxiv.org/abs/2402.12374), with the tree's size chosen
+anew each lap from the drafter's own probabilities and the ring's lap time.
+"""
+
+from collections.abc import Callable
+
+import numpy as np
+
+from wanspec_jax.schedules._engine import Costs, Grow, Policy, Send
+from wanspec_jax.schedules._speculation import Speculation
+
+
+def lockstep(
+  size: Callable[[np.ndarray, Callable[[int], float]], int],
+  *,
+  max_nodes: int,
+) -> Policy:
+  """Returns the policy.
+
+  Args:
+    size: `(gains [m], lap_s) -> n`: how many of the candidates to launch, where
+      `gains[i]` is the estimated probability that candidate `i` and its path
+      are accepted, best first, and `lap_s(rows)` the time of a lap; e.g.
+      `trees.best_prefix` for the best tokens per second, or a constant.
+    max_nodes: drafted nodes per lap, at most; 0 is plain decoding.
+  """
+  if max_nodes < 0:
+    raise ValueError(f"max_nodes = {max_nodes}: must be >= 0")
+
+  def decide(
+    spec: Speculation, costs: Costs, time_s: float
+  ) -> Grow | Send | None:
+    del time_s  # one run in flight: nothing to time
+    if spec.in_flight or spec.drafting:
+      return None
+    budget = min(max_nodes, spec.max_new_nodes)
+    if budget and spec.remaining > 1 and spec.drafted_root != spec.root:
+      return Grow(anchors=(spec.anchor(spec.root),), budget=budget)
+    candidates = sorted(
+      (-spec.probability(node.id), node.id)
+      for node in spec.unlaunched()
+      if spec.depth(node.id) < spec.remaining
+    )[:budget]
+    gains = -np.asarray([minus_p for minus_p, _ in candidates], np.float64)
+    count = size(gains, costs.lap_s) if len(gains) else 0
+    return Send(ids=tuple(node_id for _, node_id in candidates[:count]))
+
+  return Policy(name="lockstep", decide=decide, max_in_flight=1)
