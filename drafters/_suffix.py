@@ -120,14 +120,16 @@ def suffix(
   `log_q` estimates acceptance under a greedy target: the default `weights`
   maximise the likelihood of greedy SmolLM2-135M-Instruct answers (128 tokens
   each) to the third to fifth question of each of the 13 Spec-Bench categories.
-  The draft is deterministic, so verify it by sample-and-match or with a
-  one-hot law, never with `log_q` as the law drawn from. An unbiased size
-  policy can trust it, as `drafters.replay` shows for other text.
+  On the first questions (96 tokens, 64 nodes a lap; not used for fitting) the
+  tree gains 1.85 tokens per lap, a chain of 16 gains 1.38, and the tree gets
+  552 nodes accepted where its probabilities add up to 491. The draft is
+  deterministic, so verify it by sample-and-match or with a one-hot law, never
+  with `log_q` as the law drawn from.
 
   The state is a mutable host object: every function updates its argument and
   returns it, so treat the argument as donated. It belongs to one sequence;
-  nothing is shared between sequences. Memory is about 1.3 states of some 500
-  bytes per token of at most `1.5 max_tokens` stored tokens. Older text is
+  nothing is shared between sequences. Memory is about 600 bytes (1.3 states)
+  per stored token, of which there are at most `1.5 max_tokens`. Older text is
   forgotten in blocks: at least the latest `max_tokens / 2` tokens (half of it
   rounded down), at most `max_tokens`, are counted. The cost of a token and of
   an expansion does not grow with the text.

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Makes `smollm2_greedy.json`: SmolLM2's greedy text as transformers sees it.
 
-Run with torch, transformers and gguf (extra `parity`), from the repository
-root: `python tests/golden/make_smollm2.py PATH/SmolLM2-135M-Instruct.Q4_1.gguf`.
+Run with torch, transformers, gguf and accelerate (which transformers asks for
+when it reads GGUF), from the repository root:
+`python tests/golden/make_smollm2.py FOLDER/SmolLM2-135M-Instruct.Q4_1.gguf`.
 Prompts go through the chat template and the tokenizer that transformers builds
 from the GGUF file; the model runs in float32 over dequantised weights.
 """

@@ -295,9 +295,9 @@ def test_large_prompt_round_trips():
   ("rows", "message"),
   [
     ([(0, 4, 4, 1, False), (0, 4, 3, 1, False)], "a node is listed twice"),
-    ([(0, 4, 5, 1, False)], "younger than its child"),
+    ([(0, 4, 5, 1, False)], "row 0's is younger than its child"),
     ([(0, 5, 4, 1, False), (0, 4, 3, 1, False)], "row 0 precedes its parent"),
-    ([(0, 1, 0, 1, False), (0, 2, 2, 1, False)], "may be its own"),
+    ([(0, 1, 0, 1, False), (0, 2, 2, 1, False)], "row 1 is its own"),
     ([(0, 1, 0, -1, False)], r"tokens: smallest = -1: must lie in"),
     ([(-1, 1, 0, 1, False)], r"sequences: smallest = -1: must lie in"),
   ],
@@ -331,7 +331,7 @@ def test_bad_topology_is_refused_on_arrival():
   bodies = {
     "precedes its parent": "00 10 00 13 05 03 01 01 01 01",
     "must lie in": "00 10 00 10 00 01 01 01",  # parent of 0 is -1
-    "may be its own": "00 10 00 12 05 01 00 01 01",
+    "row 1 is its own": "00 10 00 12 05 01 00 01 01",
     "needless": "00 10 00 08 8500 01 01",
   }
   for message, body in bodies.items():

@@ -1,5 +1,4 @@
 # SPDX-License-Identifier: Apache-2.0
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -35,17 +34,17 @@ NUMBERS = st.one_of(
 def test_known_encodings(value, encoded):
   data = bytes.fromhex(encoded)
   assert encode_varint(value) == data
-  assert encode_varints(np.array([value])) == data
+  assert encode_varints([value]) == data
   assert decode_varint(data + b"\x55", 0) == (value, len(data))
 
 
 @settings(derandomize=True, deadline=None)
-@given(st.lists(NUMBERS, max_size=40), st.binary(max_size=3))
-def test_arrays_agree_with_one_at_a_time(values, behind):
+@given(st.lists(NUMBERS, max_size=120), st.binary(max_size=3))
+def test_many_agree_with_one_at_a_time(values, behind):
   data = b"".join(map(encode_varint, values))
-  assert encode_varints(np.array(values, np.int64)) == data
+  assert encode_varints(values) == data
   decoded, offset = decode_varints(b"\x07" + data + behind, 1, len(values))
-  assert decoded.tolist() == values
+  assert decoded == values
   assert offset == 1 + len(data)
 
 
@@ -64,21 +63,19 @@ def test_bad_encodings_are_refused(encoded, message):
     decode_varint(data, 0)
   with pytest.raises(FrameError):
     decode_varints(b"\x01" + data, 0, 2)
+  with pytest.raises(FrameError):  # many at once, too
+    decode_varints(b"\x01" * 99 + data, 0, 100)
 
 
 @pytest.mark.parametrize("value", [-1, 2**63])
 def test_out_of_range_is_refused(value):
   with pytest.raises(ValueError, match="varint value"):
     encode_varint(value)
-
-
-def test_negative_array_is_refused():
-  with pytest.raises(ValueError, match="must not be negative"):
-    encode_varints(np.array([3, -1]))
+  with pytest.raises(ValueError, match="varint value"):
+    encode_varints([0] * 99 + [value])
 
 
 def test_zigzag_keeps_small_numbers_small():
-  values = np.array([0, -1, 1, -2, 2, -(2**62) + 1, 2**62 - 1])
-  assert zigzag(values)[:5].tolist() == [0, 1, 2, 3, 4]
-  assert zigzag(values).min() >= 0
-  assert unzigzag(zigzag(values)).tolist() == values.tolist()
+  assert [zigzag(value) for value in (0, -1, 1, -2, 2)] == [0, 1, 2, 3, 4]
+  for value in (*range(-9, 9), -(2**31), 2**31 - 1):
+    assert unzigzag(zigzag(value)) == value

@@ -21,3 +21,10 @@ from wanspec_jax.models._source import TensorSource as TensorSource
 from wanspec_jax.models._tokenizer import TextStream as TextStream
 from wanspec_jax.models._tokenizer import Tokenizer as Tokenizer
 from wanspec_jax.models._tokenizer import load_tokenizer as load_tokenizer
+from wanspec_jax.models._decoder import KVCache as KVCache
+from wanspec_jax.models._decoder import forward_logits as forward_logits
+from wanspec_jax.models._decoder import head as head
+from wanspec_jax.models._decoder import init_cache as init_cache
+from wanspec_jax.models._decoder import resize_cache as resize_cache
+from wanspec_jax.models._decoder import stage as stage
+from wanspec_jax.models._rope import rope_table as rope_table

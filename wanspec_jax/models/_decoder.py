@@ -7,7 +7,6 @@ from collections.abc import Sequence
 import chex
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from wanspec_jax.models._config import ModelConfig
 from wanspec_jax.models._params import LayerParams, StageParams
@@ -259,20 +258,22 @@ def head(
 
 
 def forward_logits(
-  params: StageParams, tokens: Sequence[int], *, config: ModelConfig
+  params: StageParams,
+  tokens: Sequence[int] | jax.Array,
+  *,
+  config: ModelConfig,
 ) -> jax.Array:
   """Returns `[T, V]` logits of a whole model over one text, without a cache.
 
   The plain reading of the model, for parity tests and small studies.
   """
-  tokens = np.asarray(tokens, np.int32)
   length = len(tokens)
   index = jnp.arange(length, dtype=jnp.int32)
   cache = init_cache(config, num_layers=len(params.layers), num_slots=length)
   hidden, _ = stage(
     params,
     cache,
-    jnp.asarray(tokens),
+    jnp.asarray(tokens, jnp.int32),
     index,
     index,
     index[None, :] <= index[:, None],

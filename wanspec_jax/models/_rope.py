@@ -34,6 +34,8 @@ def inverse_frequencies(config: ModelConfig) -> tuple[np.ndarray, float]:
     return base, 1.0
   if scaling.kind == "linear":
     return base / scaling.factor, 1.0
+  if scaling.kind == "factors":  # Llama 3 as GGUF files carry it
+    return base / np.asarray(scaling.freq_factors, np.float64), 1.0
   original = scaling.original_max_position or config.max_position
   if scaling.kind == "llama3":
     rotations = original * base / (2 * math.pi)  # over the original context
@@ -60,7 +62,7 @@ def inverse_frequencies(config: ModelConfig) -> tuple[np.ndarray, float]:
     return blended, float(attention)
   raise ValueError(
     f"rope_scaling.kind = {scaling.kind!r}: must be one of 'linear', "
-    "'llama3', 'yarn'"
+    "'llama3', 'yarn', 'factors'"
   )
 
 

@@ -176,7 +176,9 @@ class Tokenizer:
     """Returns token ids.
 
     Names of special tokens in the text become those tokens, as in the chat
-    template; strip them from untrusted text beforehand.
+    template; strip them from untrusted text beforehand. Bytes for which the
+    vocabulary has no token are dropped (SmolLM2 lacks six control characters
+    and the bytes from F1 on), as the `tokenizers` package does.
 
     Args:
       text: any text.

@@ -3,8 +3,6 @@
 
 import struct
 
-import numpy as np
-
 from wanspec_jax.wire._errors import FrameError
 from wanspec_jax.wire._varint import decode_varint, decode_varints
 
@@ -43,14 +41,14 @@ class Cursor:
       raise FrameError(f"{field} = {value}: must lie in [0, {limit})")
     return value
 
-  def varints(self, count: int, field: str, limit: int) -> np.ndarray:
-    """Reads `[count]` int64 integers in `[0, limit)`."""
+  def varints(self, count: int, field: str, limit: int) -> list[int]:
+    """Reads `count` integers in `[0, limit)`."""
     try:
       values, self._offset = decode_varints(self._body, self._offset, count)
     except FrameError as error:
       raise FrameError(f"{field}: {error}") from error
-    if count and values.max() >= limit:
-      raise FrameError(f"{field} = {values.max()}: must lie in [0, {limit})")
+    if values and max(values) >= limit:
+      raise FrameError(f"{field} = {max(values)}: must lie in [0, {limit})")
     return values
 
   def optional(self, field: str, limit: int, present: int) -> int:

@@ -60,7 +60,7 @@ def encode_returned(returned: Returned) -> bytes:
     head |= bool(verdict.log_probs) | bool(verdict.margins) << 1
     parts.append(encode_varint(verdict.sequence))
     parts.append(encode_varint(head))
-    parts.append(encode_varints(np.array(verdict.tokens, np.int64)))
+    parts.append(encode_varints(verdict.tokens))
     for name in ("log_probs", "margins"):
       numbers = getattr(verdict, name)
       if not numbers:
@@ -122,7 +122,7 @@ def _decode_returned(cursor: Cursor, max_rows: int) -> Returned:
     verdicts.append(
       Verdict(
         sequence=sequence,
-        tokens=tuple(tokens.tolist()),
+        tokens=tuple(tokens),
         log_probs=numbers[0],
         margins=numbers[1],
       )

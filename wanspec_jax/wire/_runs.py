@@ -84,39 +84,32 @@ def check_run(run: Run, *, max_rows: int = MAX_ROWS) -> None:
     if name == "committed":
       if column.dtype != np.bool_:
         raise ValueError(f"Run.committed: dtype {column.dtype}, must be bool")
-    elif not np.issubdtype(column.dtype, np.integer):
+    elif column.dtype.kind not in "iu":
       raise ValueError(f"Run.{name}: dtype {column.dtype}, must be an integer")
     elif rows:
-      check_range(f"Run.{name}: smallest", int(column.min()), INT32_LIMIT)
-      check_range(f"Run.{name}: largest", int(column.max()), INT32_LIMIT)
-  if rows:
-    _check_topology(run)
+      values = column.tolist()
+      check_range(f"Run.{name}: smallest", min(values), INT32_LIMIT)
+      check_range(f"Run.{name}: largest", max(values), INT32_LIMIT)
+  _check_topology(run)
 
 
 def _check_topology(run: Run) -> None:
-  sequences, ids, parents = (
-    np.asarray(column, np.int64)
-    for column in (run.sequences, run.ids, run.parents)
-  )
-  row = np.arange(len(ids))
-  keys = sequences << 31 | ids
-  order = np.argsort(keys, kind="stable")
-  ordered = keys[order]
-  if np.any(ordered[1:] == ordered[:-1]):
+  columns = (run.sequences, run.ids, run.parents)
+  rows = list(zip(*(column.tolist() for column in columns), strict=True))
+  row_of = {(sequence, node): i for i, (sequence, node, _) in enumerate(rows)}
+  if len(row_of) < len(rows):
     raise ValueError("Run.ids: a node is listed twice")
-  if np.any(parents > ids):
-    raise ValueError("Run.parents: a parent is younger than its child")
-  own = parents == ids
-  _, first = np.unique(sequences, return_index=True)
-  if np.any(own & ~np.isin(row, first)):
-    raise ValueError("Run.parents: only a sequence's first row may be its own")
-  wanted = sequences << 31 | parents
-  place = np.minimum(np.searchsorted(ordered, wanted), len(ids) - 1)
-  late = (ordered[place] == wanted) & (order[place] >= row) & ~own
-  if np.any(late):
-    raise ValueError(
-      f"Run.parents: row {int(np.argmax(late))} precedes its parent"
-    )
+  begun = set()
+  for i, (sequence, node, parent) in enumerate(rows):
+    if parent > node:
+      raise ValueError(f"Run.parents: row {i}'s is younger than its child")
+    if parent == node and sequence in begun:
+      raise ValueError(
+        f"Run.parents: row {i} is its own; only a sequence's first row may be"
+      )
+    if row_of.get((sequence, parent), i) > i:
+      raise ValueError(f"Run.parents: row {i} precedes its parent")
+    begun.add(sequence)
 
 
 def encode_run(
@@ -160,21 +153,23 @@ def encode_run(
   for start, stop in segments:
     parts.append(_encode_segment(run, slice(start, stop)))
   if run.commits:
-    base = _first_ids(run.sequences, run.ids)
+    base = _first_ids(run.sequences.tolist(), run.ids.tolist())
     parts.append(encode_varint(len(run.commits)))
     for commit in run.commits:
       root = commit.root - base.get(commit.sequence, 0)
       parts.append(encode_varint(commit.sequence))
-      parts.append(encode_varints(zigzag(np.array([root]))))
+      parts.append(encode_varint(zigzag(root)))
   if payload is not None:
     parts.append(payload)
   return encode_frame(Kind.RUN, *parts)
 
 
-def _first_ids(sequences: np.ndarray, ids: np.ndarray) -> dict[int, int]:
+def _first_ids(sequences: list[int], ids: list[int]) -> dict[int, int]:
   """Returns the first id of each sequence of a run."""
-  values, rows = np.unique(sequences, return_index=True)
-  return dict(zip(values.tolist(), ids[rows].tolist(), strict=True))
+  first: dict[int, int] = {}
+  for sequence, node in zip(sequences, ids, strict=True):
+    first.setdefault(sequence, node)
+  return first
 
 
 def _encode_open(item: Open) -> bytes:
@@ -202,26 +197,28 @@ def _encode_open(item: Open) -> bytes:
 
 
 def _encode_segment(run: Run, rows: slice) -> bytes:
-  ids = run.ids[rows].astype(np.int64)
-  parents = run.parents[rows].astype(np.int64)
-  committed = run.committed[rows]
-  steps = np.diff(ids) - 1
-  irregular = bool(np.any(steps))
-  tree = not np.array_equal(parents[1:], ids[:-1])
-  head = len(ids) << 3 | irregular | tree << 1 | bool(committed.any()) << 2
+  ids = run.ids[rows].tolist()
+  parents = run.parents[rows].tolist()
+  committed = run.committed[rows].tolist()
+  num_committed = sum(committed)
+  steps = [zigzag(b - a - 1) for a, b in itertools.pairwise(ids)]
+  irregular = any(steps)
+  tree = parents[1:] != ids[:-1]
+  head = len(ids) << 3 | irregular | tree << 1 | (num_committed > 0) << 2
   parts = [encode_varint(int(run.sequences[rows.start])), encode_varint(head)]
-  if committed.any():
-    prefix = int(committed.sum())
-    if committed[:prefix].all():
-      parts.append(encode_varint(prefix << 1))
+  if num_committed:
+    if all(committed[:num_committed]):
+      parts.append(encode_varint(num_committed << 1))
     else:
-      parts.append(b"\x01" + np.packbits(committed).tobytes())
-  parts.append(encode_varint(int(ids[0])))
+      parts.append(b"\x01" + np.packbits(run.committed[rows]).tobytes())
+  parts.append(encode_varint(ids[0]))
   if irregular:
-    parts.append(encode_varints(zigzag(steps)))
-  distances = ids - parents
-  parts.append(encode_varints(distances if tree else distances[:1]))
-  parts.append(encode_varints(run.tokens[rows]))
+    parts.append(encode_varints(steps))
+  num_parents = len(ids) if tree else 1
+  parts.append(
+    encode_varints([ids[i] - parents[i] for i in range(num_parents)])
+  )
+  parts.append(encode_varints(run.tokens[rows].tolist()))
   return b"".join(parts)
 
 
@@ -257,27 +254,28 @@ def read_run(cursor: Cursor, max_rows: int) -> tuple[Run, memoryview | None]:
     if num_segments < 2:
       raise FrameError("segments: one is not several")
   cursor.mark("control")
-  columns: list[tuple[np.ndarray, ...]] = []
+  sequences: list[int] = []
+  columns: tuple[list[int], ...] = ([], [], [], [])
   for _ in range(num_segments):
-    columns.append(_decode_segment(cursor, max_rows))
-    max_rows -= len(columns[-1][0])
-    if len(columns) > 1 and columns[-1][0][0] == columns[-2][0][0]:
+    sequence, *segment = _decode_segment(cursor, max_rows - len(sequences))
+    if sequences and sequences[-1] == sequence:
       raise FrameError("segments: two in a row of one sequence")
-  empty = (np.zeros(0, np.int64),) * 4 + (np.zeros(0, np.bool_),)
-  merged = [np.concatenate(c) for c in zip(empty, *columns, strict=True)]
-  sequences, ids, parents, tokens, committed = merged
+    sequences.extend([sequence] * len(segment[0]))
+    for column, values in zip(columns, segment, strict=True):
+      column.extend(values)
+  ids, parents, tokens, committed = columns
   if flags & _COMMITS:
     base = _first_ids(sequences, ids)
     for _ in range(cursor.count("commits", limit)):
       sequence = cursor.varint("commit", INT32_LIMIT)
       step = cursor.varint("root", 2 * INT32_LIMIT)
-      root = base.get(sequence, 0) + int(unzigzag(np.array([step]))[0])
+      root = base.get(sequence, 0) + unzigzag(step)
       commits.append(Commit(sequence=sequence, root=root))
   cursor.mark("control")
   payload = cursor.rest() if flags & _PAYLOAD else None
   cursor.finish("activations")
   for name, column in zip(("ids", "parents"), (ids, parents), strict=True):
-    if len(ids) and not 0 <= column.min() <= column.max() < INT32_LIMIT:
+    if column and not 0 <= min(column) <= max(column) < INT32_LIMIT:
       raise FrameError(f"{name}: must lie in [0, {INT32_LIMIT})")
   run = Run(
     run_id=run_id,
@@ -285,11 +283,11 @@ def read_run(cursor: Cursor, max_rows: int) -> tuple[Run, memoryview | None]:
     opens=tuple(opens),
     closes=tuple(closes),
     commits=tuple(commits),
-    sequences=sequences.astype(np.int32),
-    ids=ids.astype(np.int32),
-    parents=parents.astype(np.int32),
-    tokens=tokens.astype(np.int32),
-    committed=committed,
+    sequences=np.array(sequences, np.int32),
+    ids=np.array(ids, np.int32),
+    parents=np.array(parents, np.int32),
+    tokens=np.array(tokens, np.int32),
+    committed=np.array(committed, np.bool_),
   )
   try:
     check_run(run, max_rows=len(ids))
@@ -325,8 +323,10 @@ def _decode_open(cursor: Cursor) -> Open:
   )
 
 
-def _decode_segment(cursor: Cursor, max_rows: int) -> tuple[np.ndarray, ...]:
-  """Returns sequences, ids, parents and tokens (int64), and committed."""
+def _decode_segment(
+  cursor: Cursor, max_rows: int
+) -> tuple[int, list[int], list[int], list[int], list[int]]:
+  """Returns the sequence; ids, parents, tokens and committed of its rows."""
   sequence = cursor.varint("sequence", INT32_LIMIT)
   head = cursor.varint("segment head", 2**62)
   rows = head >> 3
@@ -334,35 +334,40 @@ def _decode_segment(cursor: Cursor, max_rows: int) -> tuple[np.ndarray, ...]:
     raise FrameError(f"segment of {rows} rows: must lie in [1, {max_rows}]")
   if rows > cursor.remaining:  # each token takes a byte at least
     raise FrameError("segment truncated")
-  committed = np.zeros(rows, np.bool_)
-  if head & 4:
-    prefix = cursor.varint("committed", 2 * rows + 2)
-    if prefix == 1:
-      bits = np.frombuffer(cursor.take(-(-rows // 8), "committed"), np.uint8)
-      if np.any(np.unpackbits(bits)[rows:]):
-        raise FrameError("committed: bits behind the last row")
-      committed = np.unpackbits(bits)[:rows].astype(np.bool_)
-      if not committed.any() or committed[: committed.sum()].all():
-        raise FrameError("committed: a bitmap where a count would do")
-    elif prefix & 1 or prefix == 0:
-      raise FrameError(f"committed: {prefix} is neither count nor bitmap")
-    committed[: prefix >> 1] = True
-  first = cursor.varint("id", INT32_LIMIT)
-  steps = np.zeros(rows - 1, np.int64)
+  committed = _decode_committed(cursor, rows) if head & 4 else [0] * rows
+  ids = [cursor.varint("id", INT32_LIMIT)]
   if head & 1:
-    steps = unzigzag(cursor.varints(rows - 1, "id step", 2 * INT32_LIMIT))
-    if not np.any(steps):
+    steps = cursor.varints(rows - 1, "id step", 2 * INT32_LIMIT)
+    if not any(steps):
       raise FrameError("ids: steps sent although all are one")
-  # At most 2**31 rows of steps below 2**32: no overflow.
-  ids = first + np.concatenate((np.zeros(1, np.int64), np.cumsum(steps + 1)))
-  if head & 2:
-    parents = ids - cursor.varints(rows, "parent", INT32_LIMIT)
-    if np.array_equal(parents[1:], ids[:-1]):
-      raise FrameError("parents: sent although the rows are a chain")
+    for step in steps:
+      ids.append(ids[-1] + 1 + unzigzag(step))
   else:
-    distance = cursor.varint("parent", INT32_LIMIT)
-    parents = np.concatenate((np.array([first - distance]), ids[:-1]))
+    ids.extend(range(ids[0] + 1, ids[0] + rows))
+  num_parents = rows if head & 2 else 1
+  distances = cursor.varints(num_parents, "parent", INT32_LIMIT)
+  parents = [a - b for a, b in zip(ids, distances, strict=False)]
+  if not head & 2:
+    parents.extend(ids[:-1])
+  elif parents[1:] == ids[:-1]:
+    raise FrameError("parents: sent although the rows are a chain")
   cursor.mark("topology")
   tokens = cursor.varints(rows, "token", INT32_LIMIT)
   cursor.mark("ids")
-  return np.full(rows, sequence, np.int64), ids, parents, tokens, committed
+  return sequence, ids, parents, tokens, committed
+
+
+def _decode_committed(cursor: Cursor, rows: int) -> list[int]:
+  """Returns `rows` flags that were sent as a count or as a bitmap."""
+  prefix = cursor.varint("committed", 2 * rows + 1)
+  if prefix == 1:
+    packed = np.frombuffer(cursor.take(-(-rows // 8), "committed"), np.uint8)
+    bits = np.unpackbits(packed).tolist()
+    if any(bits[rows:]):
+      raise FrameError("committed: bits behind the last row")
+    if all(bits[: sum(bits)]):
+      raise FrameError("committed: a bitmap where a count would do")
+    return bits[:rows]
+  if prefix & 1 or prefix == 0:
+    raise FrameError(f"committed: {prefix} is neither count nor bitmap")
+  return [1] * (prefix >> 1) + [0] * (rows - (prefix >> 1))

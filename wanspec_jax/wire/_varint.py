@@ -6,11 +6,14 @@ one legal encoding, the shortest; longer ones are refused, so that equal
 messages are equal bytes.
 """
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from wanspec_jax.wire._errors import FrameError
 
 MAX_VARINT_BYTES = 9  # 63 bits
+_FEW = 48  # below it a plain loop beats NumPy
 
 
 def encode_varint(value: int) -> bytes:
@@ -47,39 +50,43 @@ def decode_varint(data: bytes | memoryview, offset: int) -> tuple[int, int]:
   raise FrameError("varint truncated")
 
 
-def encode_varints(values: np.ndarray) -> bytes:
-  """Returns the concatenated encodings of `[n]` integers.
+def encode_varints(values: Sequence[int]) -> bytes:
+  """Returns the concatenated encodings of several integers.
 
   Raises:
     ValueError: if a value is outside `[0, 2**63)`.
   """
-  values = np.asarray(values, np.int64)
-  if values.size == 0:
-    return b""
-  if values.min() < 0:
-    raise ValueError(f"varint value = {values.min()}: must not be negative")
-  lengths = np.ones(values.shape, np.int64)
+  if len(values) < _FEW:
+    return b"".join(map(encode_varint, values))
+  if not 0 <= min(values) <= max(values) < 2**63:
+    raise ValueError("varint values: must lie in [0, 2**63)")
+  array = np.array(values, np.int64)
+  lengths = np.ones(array.shape, np.int64)
   for k in range(1, MAX_VARINT_BYTES):
-    lengths += values >= np.int64(1) << np.int64(7 * k)
+    lengths += array >= np.int64(1) << np.int64(7 * k)
   ends = np.cumsum(lengths)
   position = np.arange(ends[-1]) - np.repeat(ends - lengths, lengths)
-  septets = (np.repeat(values, lengths) >> (7 * position)) & 0x7F
+  septets = (np.repeat(array, lengths) >> (7 * position)) & 0x7F
   more = position < np.repeat(lengths, lengths) - 1
   return (septets | np.where(more, 0x80, 0)).astype(np.uint8).tobytes()
 
 
 def decode_varints(
   data: bytes | memoryview, offset: int, count: int
-) -> tuple[np.ndarray, int]:
-  """Returns `[count]` int64 integers at `offset`, and the offset behind them.
+) -> tuple[list[int], int]:
+  """Returns `count` integers at `offset`, and the offset behind them.
 
   Memory is bounded by the bytes at hand, never by `count` alone.
 
   Raises:
     FrameError: as `decode_varint`.
   """
-  if count == 0:
-    return np.zeros(0, np.int64), offset
+  few = []
+  if count < _FEW:
+    for _ in range(count):
+      value, offset = decode_varint(data, offset)
+      few.append(value)
+    return few, offset
   if count > len(data) - offset:  # each takes a byte at least
     raise FrameError("varint truncated")
   window = np.frombuffer(data, np.uint8, offset=offset)
@@ -96,20 +103,14 @@ def decode_varints(
   used = window[: ends[-1] + 1].astype(np.int64)
   position = np.arange(len(used)) - np.repeat(starts, lengths)
   values = np.add.reduceat((used & 0x7F) << (7 * position), starts)
-  return values, offset + len(used)
+  return values.tolist(), offset + len(used)
 
 
-def zigzag(values: np.ndarray) -> np.ndarray:
-  """Maps signed to unsigned so that small stays small: 0, -1, 1 → 0, 1, 2.
-
-  Args:
-    values: `[n]` integers in `(-2**62, 2**62)`.
-  """
-  values = np.asarray(values, np.int64)
-  return (values << 1) ^ (values >> 63)
+def zigzag(value: int) -> int:
+  """Maps signed to unsigned so that small stays small: 0, -1, 1 → 0, 1, 2."""
+  return value << 1 if value >= 0 else -value * 2 - 1
 
 
-def unzigzag(values: np.ndarray) -> np.ndarray:
+def unzigzag(value: int) -> int:
   """Inverts `zigzag`."""
-  values = np.asarray(values, np.int64)
-  return (values >> 1) ^ -(values & 1)
+  return value >> 1 if value & 1 == 0 else -(value + 1 >> 1)

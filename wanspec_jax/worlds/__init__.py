@@ -10,3 +10,8 @@ from wanspec_jax.worlds._stage import Output as Output
 from wanspec_jax.worlds._stage import Stage as Stage
 from wanspec_jax.worlds._stage import StageShape as StageShape
 from wanspec_jax.worlds._virtual import VirtualRing as VirtualRing
+from wanspec_jax.worlds._cluster import Cluster as Cluster
+from wanspec_jax.worlds._cluster import StageHost as StageHost
+from wanspec_jax.worlds._serving import SessionFault as SessionFault
+from wanspec_jax.worlds._serving import StageServer as StageServer
+from wanspec_jax.worlds._sockets import SocketRing as SocketRing

@@ -1,0 +1,153 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The configuration of `experiments.decode`; named ones are in `configs/`."""
+
+import dataclasses
+import importlib
+import pathlib
+from typing import Literal
+
+from experiments._arms import Links, Speculate
+from wanspec_jax.messages import Sampling
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RingSettings:
+  """The ring that is spawned here when no `--cluster` is given.
+
+  Attributes:
+    stages: stage processes.
+    model: `smollm2`, a `.gguf` file or a Hugging Face directory.
+    dtype: `auto` is what `experiments.profile` chose, else bfloat16.
+    codec: of the links between stages.
+    row_buckets: rows per compiled program; empty for what
+      `experiments.profile` chose, else 8, 16, 32, 64.
+    slot_buckets: cache sizes; the last is the capacity.
+    peer_deadline_s: silence after which a stage counts as lost.
+  """
+
+  stages: int = 4
+  model: str = "smollm2"
+  dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+  codec: str = "raw:bf16"
+  row_buckets: tuple[int, ...] = ()
+  slot_buckets: tuple[int, ...] = (256, 512, 1024, 2048)
+  peer_deadline_s: float = 10.0
+
+  def __post_init__(self):
+    if self.stages < 1:
+      raise ValueError(f"ring.stages = {self.stages}: must be >= 1")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Decode:
+  """Decodes prompts over a ring, plainly and speculatively.
+
+  Attributes:
+    prompts: prompts file (Spec-Bench, HumanEval, GSM8K, .jsonl or .txt); the
+      bundled demo prompts by default.
+    text: prompts given here instead.
+    per_category: first so many prompts of each category; all by default.
+    limit: so many prompts at most.
+    max_new_tokens: budget per prompt.
+    concurrent: prompts decoded at once.
+    stop: texts that end an answer.
+    sampling: temperature 0 is greedy; prompt i draws with `seed + i`.
+    ring: the ring that is spawned.
+    cluster: cluster file of a ring that runs already (see experiments.serve).
+    links: emulated links; with `--cluster`, only when `emulate` is on.
+    emulate: emulate the links; off leaves them as they are.
+    speculate: what is drafted and launched.
+    schedule: policy.
+    world: `sockets` (wall clock) or `virtual` (modelled time, real tokens).
+    plain: decode plainly too, for comparison.
+    plain_from: run directory whose plain decoding is taken instead; refused if
+      it was made on another ring or with other settings.
+    profile: stage times (JSON) instead of measuring this ring's.
+    stream: print text as it comes.
+    out: run directory; a new one under `runs/` by default.
+  """
+
+  prompts: pathlib.Path | None = None
+  text: tuple[str, ...] = ()
+  per_category: int | None = None
+  limit: int | None = None
+  max_new_tokens: int = 96
+  concurrent: int = 1
+  stop: tuple[str, ...] = ()
+  sampling: Sampling = dataclasses.field(default_factory=Sampling)
+  ring: RingSettings = dataclasses.field(default_factory=RingSettings)
+  cluster: pathlib.Path | None = None
+  links: Links = dataclasses.field(default_factory=Links)
+  emulate: bool = True
+  speculate: Speculate = dataclasses.field(default_factory=Speculate)
+  schedule: Literal["lockstep"] = "lockstep"
+  world: Literal["sockets", "virtual"] = "sockets"
+  plain: bool = True
+  plain_from: pathlib.Path | None = None
+  profile: pathlib.Path | None = None
+  stream: bool = True
+  out: pathlib.Path | None = None
+
+  def __post_init__(self):
+    for field, holds, rule in (
+      ("max_new_tokens", self.max_new_tokens >= 1, "must be >= 1"),
+      ("concurrent", self.concurrent >= 1, "must be >= 1"),
+      (
+        "per_category",
+        self.per_category is None or self.per_category >= 1,
+        "must be >= 1",
+      ),
+      ("limit", self.limit is None or self.limit >= 1, "must be >= 1"),
+      (
+        "text",
+        not (self.text and self.prompts),
+        "and prompts: give one of the two",
+      ),
+      (
+        "plain_from",
+        self.plain_from is None or self.plain,
+        "goes with plain",
+      ),
+      (
+        "world",
+        self.world == "sockets" or self.cluster is None,
+        "= 'virtual' has no cluster to join",
+      ),
+      (
+        "world",
+        self.world == "sockets" or self.emulate,
+        "= 'virtual' needs the emulated links",
+      ),
+      (
+        "concurrent",
+        self.speculate.drafter != "synthetic" or self.concurrent == 1,
+        "must be 1 with the synthetic drafter, which replays one text",
+      ),
+      (
+        "plain",
+        self.speculate.drafter != "synthetic" or self.plain,
+        "must be on with the synthetic drafter, which replays its output",
+      ),
+    ):
+      if not holds:
+        raise ValueError(f"{field} = {getattr(self, field)!r}: {rule}")
+
+
+def load_config(name: str) -> Decode:
+  """Returns `get_config()` of a module in `experiments/configs` or of a file.
+
+  Raises:
+    ValueError: naming what exists.
+  """
+  here = pathlib.Path(__file__).parent / "configs"
+  known = sorted(p.stem for p in here.glob("*.py") if p.stem != "__init__")
+  if name in known:
+    return importlib.import_module(f"experiments.configs.{name}").get_config()
+  path = pathlib.Path(name)
+  if path.suffix == ".py" and path.is_file():
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module.get_config()
+  raise ValueError(f"--config {name}: must be one of {known} or a .py file")
