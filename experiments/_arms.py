@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From settings to what an engine needs: drafters, policies, requests, costs."""
+"""From settings to what an engine needs: drafter, policy, requests, costs."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -34,13 +34,13 @@ class Links:
     lap_ms: sum of the hops' one-way delays.
     mbps: bandwidth of every hop, megabits per second.
     jitter_ms: half-normal jitter of every frame on every hop.
-    seed: of the jitter.
+    jitter_seed: addresses the jitter.
   """
 
   lap_ms: float = 200.0
   mbps: float = 100.0
   jitter_ms: float = 0.0
-  seed: int = 0
+  jitter_seed: int = 0
 
   def __post_init__(self):
     for field, holds, rule in (
@@ -67,7 +67,7 @@ class Links:
         delay_s=self.lap_ms / 1e3 / (num_stages + 1),
         bandwidth_bps=self.mbps * 1e6,
         jitter_s=self.jitter_ms / 1e3,
-        seed=self.seed * (num_stages + 1) + hop,
+        seed=self.jitter_seed * (num_stages + 1) + hop,
       )
       for hop in range(num_stages + 1)
     ]
@@ -129,9 +129,7 @@ def make_drafter(
     case "suffix":
       return drafters.suffix(stop_tokens=tuple(sorted(eos_ids)))
     case "suffix-chain":
-      return drafters.suffix(
-        shape="chain", stop_tokens=tuple(sorted(eos_ids))
-      )
+      return drafters.suffix(shape="chain", stop_tokens=tuple(sorted(eos_ids)))
   if recorded is None:
     raise ValueError(
       "speculate.drafter = 'synthetic': needs the plain output of each prompt; "

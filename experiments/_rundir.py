@@ -22,13 +22,17 @@ _HERE = pathlib.Path(__file__).resolve().parent
 
 
 def bundled_prompts(
-  name: str = "demo", *, limit: int | None = None
+  name: str = "demo",
+  *,
+  per_category: int | None = None,
+  limit: int | None = None,
 ) -> tuple[Prompt, ...]:
   """Returns prompts that come with the project, so that no download is needed.
 
   Args:
     name: a file of `experiments/prompts`, without its ending.
-    limit: keeps the first so many.
+    per_category: keeps the first so many of each category.
+    limit: keeps the first so many of what is left.
 
   Raises:
     ValueError: if there is no such file; the message lists those there are.
@@ -36,7 +40,7 @@ def bundled_prompts(
   there = {p.stem: p for p in (_HERE / "prompts").glob("*.jsonl")}
   if name not in there:
     raise ValueError(f"prompts = {name!r}: must be one of {sorted(there)}")
-  return load_prompts(there[name], limit=limit)
+  return load_prompts(there[name], per_category=per_category, limit=limit)
 
 
 def new_run_dir(
@@ -73,7 +77,10 @@ def write_json(path: str | os.PathLike[str], obj: Any) -> None:
     TypeError: on anything else, naming where in `obj` it is.
   """
   text = json.dumps(
-    _plain(obj, "", classes=False), indent=2, ensure_ascii=False, allow_nan=False
+    _plain(obj, "", classes=False),
+    indent=2,
+    ensure_ascii=False,
+    allow_nan=False,
   )
   pathlib.Path(path).write_text(text + "\n", encoding="utf-8")
 
@@ -81,8 +88,8 @@ def write_json(path: str | os.PathLike[str], obj: Any) -> None:
 def config_dict(config: Any) -> dict[str, Any]:
   """Returns a config's effective values, defaults included, ready for JSON.
 
-  Each dataclass, nested ones too, carries its type's name under `"class"`: where
-  a field takes one of several types, its values alone do not say which.
+  Each dataclass, nested ones too, carries its type's name under `"class"`:
+  where a field takes one of several types, its values do not say which.
 
   Raises:
     TypeError: if it is no dataclass, or on a value that JSON cannot hold.
@@ -131,8 +138,8 @@ def versions(*, devices: bool = True) -> dict[str, Any]:
 def figures_line(**figures: Any) -> str:
   """Returns `key=value` pairs, in order, that one `split` takes apart again.
 
-  Floats have four significant digits; texts such as `12/12` stay as they are but
-  for spaces, which become underscores.
+  Floats have four significant digits; texts such as `12/12` stay as they are
+  but for spaces, which become underscores.
   """
   return " ".join(f"{key}={_figure(value)}" for key, value in figures.items())
 
@@ -149,14 +156,12 @@ def _plain(value: Any, where: str, *, classes: bool) -> Any:
   def inner(part: Any, name: Any) -> Any:
     return _plain(part, f"{where}.{name}" if where else name, classes=classes)
 
-  if value is None or isinstance(value, bool | str):
-    return value.value if isinstance(value, enum.Enum) else value
   if isinstance(value, enum.Enum):
     return value.name
-  if isinstance(value, int):
-    return int(value)
+  if value is None or isinstance(value, bool | str | int):
+    return value
   if isinstance(value, float):
-    return float(value) if math.isfinite(value) else None
+    return value if math.isfinite(value) else None
   if isinstance(value, os.PathLike):
     return os.fspath(value)
   if isinstance(value, np.dtype):

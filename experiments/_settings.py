@@ -22,6 +22,8 @@ class RingSettings:
     row_buckets: rows per compiled program; empty for what
       `experiments.profile` chose, else 8, 16, 32, 64.
     slot_buckets: cache sizes; the last is the capacity.
+    verifier: `race` (temperature 0 is greedy there too) or `greedy` alone.
+    rollback: how stages take back what was not accepted.
     peer_deadline_s: silence after which a stage counts as lost.
   """
 
@@ -31,6 +33,8 @@ class RingSettings:
   codec: str = "raw:bf16"
   row_buckets: tuple[int, ...] = ()
   slot_buckets: tuple[int, ...] = (256, 512, 1024, 2048)
+  verifier: Literal["race", "greedy"] = "race"
+  rollback: Literal["mask"] = "mask"
   peer_deadline_s: float = 10.0
 
   def __post_init__(self):
@@ -112,6 +116,11 @@ class Decode:
         "world",
         self.world == "sockets" or self.cluster is None,
         "= 'virtual' has no cluster to join",
+      ),
+      (
+        "ring",
+        self.cluster is None or self.ring == RingSettings(),
+        "the cluster file says what the ring is; give one of the two",
       ),
       (
         "world",

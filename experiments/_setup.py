@@ -4,7 +4,6 @@
 import json
 import os
 import pathlib
-
 from typing import Any
 
 import jax
@@ -27,11 +26,6 @@ def use_compilation_cache() -> None:
   """Lets stage processes share compiled programs, also across runs."""
   jax.config.update("jax_compilation_cache_dir", str(cache_dir() / "xla"))
   jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
-
-
-BUNDLED_PROMPTS = (
-  pathlib.Path(__file__).resolve().parent / "prompts" / "demo.jsonl"
-)
 
 
 def choice_path(model: str) -> pathlib.Path:

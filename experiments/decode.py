@@ -160,9 +160,7 @@ async def open_session(
     started_s = time.monotonic()
     for num_slots in sizes[:-1]:
       await ring.measure(num_slots=num_slots, repeats=0)
-    seconds = await ring.measure(
-      num_slots=sizes[-1], repeats=_PROFILE_REPEATS
-    )
+    seconds = await ring.measure(num_slots=sizes[-1], repeats=_PROFILE_REPEATS)
     say(f"compiled and profiled in {time.monotonic() - started_s:.1f} s")
     profile = read_profile(settings) or _arms.profile_of(cluster, seconds)
     (directory / "profile.json").write_text(profile.to_json())
@@ -187,6 +185,8 @@ def make_cluster(settings: Decode) -> Cluster:
     shape=StageShape(
       row_buckets=tuple(buckets), slot_buckets=ring.slot_buckets
     ),
+    verifier=ring.verifier,
+    rollback=ring.rollback,
     peer_deadline_s=ring.peer_deadline_s,
   )
 
@@ -234,10 +234,8 @@ def read_prompts(settings: Decode) -> tuple[Prompt, ...]:
       for i, text in enumerate(settings.text)
     )
   if settings.prompts is None:
-    return load_prompts(
-      _setup.BUNDLED_PROMPTS,
-      per_category=settings.per_category,
-      limit=settings.limit,
+    return _rundir.bundled_prompts(
+      per_category=settings.per_category, limit=settings.limit
     )
   return load_prompts(
     settings.prompts,
@@ -394,12 +392,20 @@ def recorded_plain(
   for i, request in enumerate(requests):
     if request.prompt not in known:
       raise ValueError(f"plain_from: prompt {i} was not decoded there")
-    outcomes.append(_report.outcome_from_dict(known[request.prompt]))
+    outcomes.append(_outcome(known[request.prompt]))
   return _report.Arm(
     name="plain (recorded)",
     world=identity["world"],
     outcomes=outcomes,
     bytes=wire.ByteCounter.from_dict(data["bytes"]),
+  )
+
+
+def _outcome(fields: dict[str, Any]) -> Outcome:
+  """Returns an outcome from its JSON form."""
+  rounds = tuple(metrics.RoundRecord(**r) for r in fields["rounds"])
+  return Outcome(
+    **fields | {"prompt": tuple(fields["prompt"]), "rounds": rounds}
   )
 
 
@@ -459,9 +465,10 @@ async def decode(settings: Decode) -> dict[str, Any]:
       title=f"{settings.schedule}, {settings.speculate.drafter}",
       world=settings.world,
     )
-    console = rich.console.Console(width=100)
-    console.print(_report.per_prompt_table(arms, prompts))
-    console.print(_report.comparison_table(arms))
+    _report.show(
+      _report.per_prompt_table(arms, [f"{p.category} {p.id}" for p in prompts]),
+      _report.comparison_table(arms),
+    )
     figures = figures_of(plain, speculative)
     _rundir.write_json(
       directory / "result.json",
@@ -471,34 +478,30 @@ async def decode(settings: Decode) -> dict[str, Any]:
         "versions": _rundir.versions(),
         "profile": json.loads(session.profile.to_json()),
         "figures": figures,
-        "arms": [_report.arm_dict(arm) for arm in arms],
+        "arms": {
+          arm.name: _report.arm_figures(arm, plain) | {"outcomes": arm.outcomes}
+          for arm in arms
+        },
       },
     )
-    console.print(f"run directory: {directory}")
+    print(f"run directory: {directory}")
     return figures
 
 
 def figures_of(
   plain: _report.Arm | None, speculative: _report.Arm
 ) -> dict[str, Any]:
-  """Returns the last line's figures.
-
-  `speedup` is Σ seconds plain ÷ Σ seconds speculative over the prompts with
-  equal tokens, from submission to the last token, prompt processing included.
-  """
+  """Returns the last line's figures."""
   rounds = [r for o in speculative.outcomes for r in o.rounds]
-  figures: dict[str, Any] = {}
-  speedup = None
-  if plain is not None:
-    speedup = metrics.speedup(
-      [_report.prompt_run(o) for o in plain.outcomes],
-      [_report.prompt_run(o) for o in speculative.outcomes],
-    )
-    figures["identical"] = f"{speedup.num_identical}/{speedup.num_prompts}"
-  figures["tokens_per_lap"] = metrics.tokens_per_lap(rounds)
-  if speedup is not None:
-    figures["speedup"] = speedup.ratio
-  return figures
+  figures: dict[str, Any] = {"tokens_per_lap": metrics.tokens_per_lap(rounds)}
+  if plain is None:
+    return figures
+  speedup = speculative.speedup(plain)
+  return {
+    "identical": f"{speedup.num_identical}/{speedup.num_prompts}",
+    **figures,
+    "speedup": speedup.ratio,
+  }
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -512,7 +515,10 @@ def main(argv: Sequence[str] | None = None) -> None:
       default = load_config(argv[at + 1])
       del argv[at : at + 2]
     settings = tyro.cli(
-      Decode, args=argv, default=default, description=__doc__
+      tyro.conf.OmitArgPrefixes[Decode],
+      args=argv,
+      default=default,
+      description=__doc__,
     )
     _setup.use_compilation_cache()
     figures = asyncio.run(decode(settings))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs one stage on this host: `python -m experiments.serve --cluster F --stage 0`.
+"""Runs one stage here: `python -m experiments.serve --cluster F --stage 0`.
 
 Loads only this stage's layers, compiles every row bucket, then listens. Prints
 one line `ready NAME HOST:PORT` when it does. Ends on SIGINT or SIGTERM.

@@ -1,12 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Strict JAX settings for every test; they must precede the first device use."""
+"""Strict JAX settings for every test; they precede the first device use."""
 
 import os
 
 # Tests share two cores with the stage processes that some of them start.
-os.environ.setdefault(
-  "XLA_FLAGS", "--xla_force_host_platform_device_count=8"
-)
+os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
 
 import jax
 import pytest

@@ -61,8 +61,8 @@ def load_prompts(
   | `prompt` or `text` | your own | `prompt` | as it is |
 
   HumanEval's prompts are the head of a function, made for models that continue
-  text. Here they become a user message: a line that asks for the whole function,
-  then the prompt, unchanged, in a Python code block.
+  text. Here they become a user message: a line that asks for the whole
+  function, then the prompt, unchanged, in a Python code block.
 
   `category` overrides the table's. Ids come from `question_id`, `task_id` or
   `id`; lines without one are called after the file and line, as in `test:12`.
@@ -95,7 +95,9 @@ def load_prompts(
     if not text.strip():
       raise ValueError(f"{path}: has no text")
     prompts = [
-      Prompt(id=stem, category="prompt", text=text.strip(), turns=(text.strip(),))
+      Prompt(
+        id=stem, category="prompt", text=text.strip(), turns=(text.strip(),)
+      )
     ]
   else:
     prompts = _json_lines(path, text, stem)

@@ -41,14 +41,12 @@ class Sampling:
     )
     for field, holds, rule in rules:
       if not holds:
-        raise ValueError(
-          f"Sampling.{field} = {getattr(self, field)!r}: {rule}"
-        )
+        raise ValueError(f"Sampling.{field} = {getattr(self, field)!r}: {rule}")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Open:
-  """Admits a sequence on every stage; rides on the first run that has rows of it."""
+  """Admits a sequence on every stage; rides on the first run of its rows."""
 
   sequence: int
   sampling: Sampling

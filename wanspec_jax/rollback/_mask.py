@@ -69,7 +69,7 @@ def _copy(state: SlotTable) -> SlotTable:
 
 
 def _slots_of(state: SlotTable, keys: np.ndarray) -> np.ndarray:
-  """Returns the slot of each packed key; raises `KeyError` naming a stranger."""
+  """Returns the slot of each packed key; `KeyError` names a stranger."""
   used = np.flatnonzero(state.used)
   order = used[np.argsort(state.keys[used])]
   sorted_keys = state.keys[order]
@@ -127,9 +127,7 @@ def reserve(
   state.parents[slots] = _slots_of(state, _pack(sequences, parents))
   for slot in slots:  # parents first: rows are topologically ordered
     parent = state.parents[slot]
-    state.positions[slot] = (
-      0 if parent == slot else state.positions[parent] + 1
-    )
+    state.positions[slot] = 0 if parent == slot else state.positions[parent] + 1
   return state, slots
 
 

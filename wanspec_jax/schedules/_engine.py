@@ -205,9 +205,7 @@ def _check_request(state: EngineState, request: ev.Request) -> None:
 
 
 def _reserved(state: EngineState) -> int:
-  return sum(
-    s.spec.prompt_length + s.budget for s in state.sequences.values()
-  )
+  return sum(s.spec.prompt_length + s.budget for s in state.sequences.values())
 
 
 def _admit(state: EngineState, actions: list[ev.Action]) -> list[int]:
@@ -219,9 +217,7 @@ def _admit(state: EngineState, actions: list[ev.Action]) -> list[int]:
   admitted = []
   while state.queue:
     sequence, request = state.queue[0]
-    budget = min(
-      request.max_new_tokens, state.capacity - len(request.prompt)
-    )
+    budget = min(request.max_new_tokens, state.capacity - len(request.prompt))
     if _reserved(state) + len(request.prompt) + budget > state.capacity:
       break
     state.queue.popleft()
@@ -255,9 +251,7 @@ def _prefill(state: EngineState, sequence: int) -> list[ev.Action]:
       sequence,
       [
         (i, max(i - 1, 0), prompt[i], True)
-        for i in range(
-          low, min(low + state.prefill_rows, len(prompt) - 1)
-        )
+        for i in range(low, min(low + state.prefill_rows, len(prompt) - 1))
       ],
     )
     for low in range(0, len(prompt) - 1, state.prefill_rows)
@@ -388,9 +382,7 @@ def _apply_verdict(state: EngineState, verdict: Verdict) -> list[ev.Action]:
   if kept <= accepted:  # what lies behind the end was not decoded
     tested = accepted = kept
   entry.rounds.append(
-    RoundRecord(
-      drafted=drafted, tested=tested, accepted=accepted, emitted=kept
-    )
+    RoundRecord(drafted=drafted, tested=tested, accepted=accepted, emitted=kept)
   )
   spec.remaining = entry.budget - len(entry.emitted)
   actions: list[ev.Action] = [
@@ -404,9 +396,7 @@ def _apply_verdict(state: EngineState, verdict: Verdict) -> list[ev.Action]:
   if reason is not None:
     return actions + _finish(state, verdict.sequence, reason)
   actions.append(
-    ev.Observe(
-      sequence=verdict.sequence, root=spec.root, tokens=verdict.tokens
-    )
+    ev.Observe(sequence=verdict.sequence, root=spec.root, tokens=verdict.tokens)
   )
   return actions
 
@@ -427,14 +417,10 @@ def _stop_reason(entry: SequenceState, token: int) -> str | None:
   return None
 
 
-def _finish(
-  state: EngineState, sequence: int, reason: str
-) -> list[ev.Action]:
+def _finish(state: EngineState, sequence: int, reason: str) -> list[ev.Action]:
   entry = state.sequences.pop(sequence)
   if state.opens.pop(sequence, None) is None:
     state.closes.append(sequence)  # the stages know it
   return [
-    ev.Finish(
-      sequence=sequence, reason=reason, rounds=tuple(entry.rounds)
-    )
+    ev.Finish(sequence=sequence, reason=reason, rounds=tuple(entry.rounds))
   ]

@@ -125,9 +125,7 @@ def start(
 ) -> Speculation:
   """Returns the tree of a new sequence: its root is the last prompt token."""
   last = len(prompt) - 1
-  root = Node(
-    id=last, parent=max(last - 1, 0), token=prompt[-1], log_p=0.0
-  )
+  root = Node(id=last, parent=max(last - 1, 0), token=prompt[-1], log_p=0.0)
   return Speculation(
     sequence=sequence,
     tokens=list(prompt),
@@ -140,9 +138,7 @@ def start(
   )
 
 
-def add_child(
-  spec: Speculation, parent: int, token: int, log_p: float
-) -> Node:
+def add_child(spec: Speculation, parent: int, token: int, log_p: float) -> Node:
   """Returns the child of `parent` that bears `token`, made if need be.
 
   A second node with the same (parent, token) is the same node.
@@ -166,6 +162,9 @@ def add_nodes(
   """Adds drafted nodes below the anchors that are still alive.
 
   Returns how many rows were taken; rows below a dead anchor are dropped.
+
+  Raises:
+    ValueError: a parent row is not an earlier one, or a log-probability is NaN.
   """
   rows: list[int | None] = [
     anchor.id if anchor.id in spec.nodes else None for anchor in anchors
@@ -182,11 +181,18 @@ def add_nodes(
         f"drafter: node {len(rows) - len(anchors)} has parent row {parent}, "
         f"must be an earlier row (< {len(rows)})"
       )
+    if math.isnan(log_q):
+      raise ValueError(
+        f"drafter: node {len(rows) - len(anchors)} has log_q nan: must be a "
+        "log-probability"
+      )
     above = rows[parent]
     if above is None:
       rows.append(None)
       continue
-    rows.append(add_child(spec, above, token, log_q).id)
+    # Rounding makes certain nodes slightly more than certain; a node must not
+    # look likelier than its parent, behind which it is launched.
+    rows.append(add_child(spec, above, token, min(log_q, 0.0)).id)
     taken += 1
   return taken
 
@@ -208,9 +214,7 @@ def commit_tokens(spec: Speculation, tokens: tuple[int, ...]) -> list[Node]:
   spec.tokens.extend(tokens)
   spec.root = at
   spec.commit_due = True
-  launched_before = sum(
-    node.run is not None for node in spec.nodes.values()
-  )
+  launched_before = sum(node.run is not None for node in spec.nodes.values())
   alive = {at: spec.nodes[at]}
   for node in spec.nodes.values():  # creation order: parents come first
     if node.parent in alive and node.id != at:

@@ -23,16 +23,20 @@ class TailSequence:
     tip: node id of the last walked node; None before the first walk.
     pending: token drawn after the tip.
     position: absolute position of the tip's token.
-    nodes: canonical node id by (canonical parent id, token), below the tip.
-    alias: canonical id of each node below the tip; a second node with the same
-      (parent, token) is the same node.
+    nodes: canonical node id by (canonical parent id, token), below the last
+      committed root; the parent of a first row is None.
+    alias: canonical id of each of these nodes; a second node with the same
+      (parent, token) is the same node, also one that comes when the tip has
+      passed the first.
   """
 
   open: Open
   tip: int | None = None
   pending: int = 0
   position: int = -1
-  nodes: dict[tuple[int, int], int] = dataclasses.field(default_factory=dict)
+  nodes: dict[tuple[int | None, int], int] = dataclasses.field(
+    default_factory=dict
+  )
   alias: dict[int, int] = dataclasses.field(default_factory=dict)
 
 
@@ -73,6 +77,9 @@ def plan_walks(
   Raises:
     ValueError: a row belongs to a sequence that is not open.
   """
+  for commit in run.commits:
+    if commit.sequence in sequences:
+      _forget_dead(sequences[commit.sequence], commit.root)
   plans = []
   wanted = np.flatnonzero(~run.committed)
   for sequence in dict.fromkeys(run.sequences[wanted].tolist()):
@@ -90,12 +97,13 @@ def plan_walks(
         ids.tolist(), run.parents[rows].tolist(), tokens.tolist(), strict=True
       )
     ):
-      above = state.alias.get(parent, parent)
+      # A first row is below nothing: its child may bear the same token.
+      above = None if parent == node else state.alias.get(parent, parent)
       same = state.nodes.setdefault((above, token), node)
       state.alias[node] = same
       canonical.append(same)
       row_of.setdefault(same, i)
-      if above != same and above in row_of:
+      if above is not None and above in row_of:
         parent_rows[i] = row_of[above]
       if start is None and (
         state.tip is None or (above == state.tip and token == state.pending)
@@ -139,7 +147,6 @@ def conclude(
   state.tip = int(plan.ids[last])
   state.pending = int(tokens[-1])
   state.position = plan.position + len(tokens) - 1
-  _forget_dead(state)
   detail = state.open.log_probs
   return Verdict(
     sequence=plan.sequence,
@@ -149,12 +156,13 @@ def conclude(
   )
 
 
-def _forget_dead(state: TailSequence) -> None:
-  """Keeps what lies below the tip: bounded by what is in flight."""
-  alive = {state.tip}
+def _forget_dead(state: TailSequence, root: int) -> None:
+  """Keeps the tip and what lies below the root, which is bounded."""
+  root = state.alias.get(root, root)
+  alive = {root} if state.tip is None else {root, state.tip}
   nodes = {}
   for (parent, token), node in state.nodes.items():  # parents come first
-    if parent in alive:
+    if parent in alive or node == root:
       alive.add(node)
       nodes[parent, token] = node
   state.nodes = nodes

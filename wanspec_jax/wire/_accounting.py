@@ -10,6 +10,7 @@ TRAFFIC_CLASSES = (
   "activations",  # encoded hidden states
   "features",  # target features for drafters, prefix included
   "control",  # run headers, opens, closes, commits, handshakes, heartbeats
+  "trace",  # what stages tell of their timings: observation, not decoding
 )
 
 

@@ -295,7 +295,8 @@ class Channel:
       raise lost
 
   def _write_control(self, frame: bytes) -> None:
-    self.counter.add(self.link, {"control": len(frame)})
+    trace = frame[1] & 0x0F == Kind.TRACE  # the low half of the second byte
+    self.counter.add(self.link, {"trace" if trace else "control": len(frame)})
     self._writer.write(frame)
 
   def _lose(

@@ -180,4 +180,6 @@ def frame_classes(
     return {"verdicts": frame.num_bytes}
   if frame.kind == Kind.FEATURES:
     return {"features": frame.num_bytes}
+  if frame.kind == Kind.TRACE:
+    return {"trace": frame.num_bytes}
   return {"control": frame.num_bytes}

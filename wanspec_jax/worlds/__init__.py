@@ -1,17 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """Worlds: what executes a schedule, on modelled time or on real hosts."""
 
+from wanspec_jax.worlds._cluster import Cluster as Cluster
+from wanspec_jax.worlds._cluster import StageHost as StageHost
 from wanspec_jax.worlds._driver import Driver as Driver
 from wanspec_jax.worlds._driver import Outcome as Outcome
 from wanspec_jax.worlds._driver import SessionResult as SessionResult
 from wanspec_jax.worlds._driver import Span as Span
 from wanspec_jax.worlds._replay import ReplayStage as ReplayStage
+from wanspec_jax.worlds._serving import SessionFault as SessionFault
+from wanspec_jax.worlds._serving import StageServer as StageServer
+from wanspec_jax.worlds._sockets import SocketRing as SocketRing
 from wanspec_jax.worlds._stage import Output as Output
 from wanspec_jax.worlds._stage import Stage as Stage
 from wanspec_jax.worlds._stage import StageShape as StageShape
 from wanspec_jax.worlds._virtual import VirtualRing as VirtualRing
-from wanspec_jax.worlds._cluster import Cluster as Cluster
-from wanspec_jax.worlds._cluster import StageHost as StageHost
-from wanspec_jax.worlds._serving import SessionFault as SessionFault
-from wanspec_jax.worlds._serving import StageServer as StageServer
-from wanspec_jax.worlds._sockets import SocketRing as SocketRing

@@ -58,6 +58,11 @@ class Outcome:
   finished_s: float = 0.0
 
   @property
+  def total_s(self) -> float:
+    """Seconds from submission to the end: queueing and prompt included."""
+    return self.finished_s - self.submitted_s
+
+  @property
   def decode_s(self) -> float:
     """Seconds from the first emitted token's verdict to the last one's."""
     return self.emitted_s[-1] - self.emitted_s[0] if self.emitted_s else 0.0

@@ -122,9 +122,7 @@ class Stage:
       None if codec is None else codec.init(width)
       for codec in (self.codec_in, self.codec_out)
     ]
-    self._run_layers = jax.jit(
-      self._trace_layers, donate_argnames=("cache",)
-    )
+    self._run_layers = jax.jit(self._trace_layers, donate_argnames=("cache",))
     self._verify = jax.jit(self._trace_verify)
     self._floor = self.shape.slot_buckets[0]
     self.reset()
@@ -205,9 +203,7 @@ class Stage:
       )
     verdicts = self._verdicts(run, hidden, positions)
     return Output(
-      Returned(
-        run_id=run.run_id, epoch=run.epoch, verdicts=tuple(verdicts)
-      ),
+      Returned(run_id=run.run_id, epoch=run.epoch, verdicts=tuple(verdicts)),
       None,
     )
 

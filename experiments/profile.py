@@ -1,0 +1,193 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Measures stage times per row bucket: `python -m experiments.profile`.
+
+Spawns the ring's stage processes, all loaded, and times each stage on its own,
+as in a lap of one run. Picks the dtype with the fastest plain step, and the
+smallest row bucket whose logits are bit-equal to the larger ones'. Keeps the
+choice for `experiments.decode`. Last line: `dtype=… smallest_bucket=…
+step_ms=… ratio=…`, where `ratio` is the whole model's time for the largest
+bucket over that for the smallest.
+"""
+
+import asyncio
+import dataclasses
+import pathlib
+import sys
+from typing import Any
+
+import rich.console
+import rich.table
+import tyro
+
+from experiments import _arms, _bits, _local, _rundir, _setup
+from wanspec_jax import models
+from wanspec_jax.links import StageProfile
+from wanspec_jax.worlds import SessionFault, SocketRing, StageShape
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Profile:
+  """What is measured.
+
+  Attributes:
+    model: as for decode.
+    stages: stage processes.
+    dtypes: candidates.
+    row_buckets: candidates, ascending; those below the smallest bit-equal one
+      are dropped.
+    num_slots: cache size to measure at.
+    repeats: timed calls per bucket and stage.
+    rounds: times that the whole ring is measured; medians are taken.
+    codec: of the links between stages.
+    out: run directory.
+  """
+
+  model: str = "smollm2"
+  stages: int = 4
+  dtypes: tuple[str, ...] = ("bfloat16", "float32")
+  row_buckets: tuple[int, ...] = (4, 8, 16, 32, 64)
+  num_slots: int = 256
+  repeats: int = 9
+  rounds: int = 3
+  codec: str = "raw:bf16"
+  out: pathlib.Path | None = None
+
+
+def smallest_equal_bucket(
+  model: str, dtype: str, buckets: tuple[int, ...], num_slots: int
+) -> int:
+  """Returns the smallest bucket from which on logits are bit-equal.
+
+  Raises:
+    ValueError: not even the two largest agree: bits depend on the bucket here,
+      and a flip rate must be measured (`experiments.study bit_equality`).
+  """
+  tokenizer = models.load_tokenizer(model)
+  text = tokenizer.encode(_rundir.bundled_prompts()[0].text)[:64]
+  prober = _bits.Prober(*_bits.load_whole(model, dtype))
+  found = None
+  large = _bits.Way(
+    name="", rows=buckets[-1], bucket=buckets[-1], num_slots=num_slots
+  )
+  want = prober.logits(text, large)
+  for bucket in reversed(buckets[:-1]):
+    way = _bits.Way(name="", rows=1, bucket=bucket, num_slots=num_slots)
+    if _bits.compare(want, prober.logits(text, way)).different:
+      break
+    found = bucket
+  if found is None:
+    raise ValueError(
+      f"row_buckets = {buckets}: logits in {dtype} depend on the bucket here"
+    )
+  return found
+
+
+async def measure(
+  settings: Profile, dtype: str, directory: pathlib.Path
+) -> StageProfile:
+  """Returns medians over rounds of a freshly spawned ring's stage times."""
+  cluster = _local.local_cluster(
+    num_stages=settings.stages,
+    model=settings.model,
+    dtype=dtype,
+    codec=settings.codec,
+    shape=StageShape(
+      row_buckets=settings.row_buckets, slot_buckets=(settings.num_slots,)
+    ),
+  )
+  here = directory / dtype
+  here.mkdir(parents=True, exist_ok=True)
+  with _local.spawn(cluster, here):
+    ring = SocketRing(cluster, model_hash=models.model_hash(settings.model))
+    async with ring:
+      rounds = [
+        await ring.measure(
+          num_slots=settings.num_slots, repeats=settings.repeats
+        )
+        for _ in range(settings.rounds)
+      ]
+  middle = len(rounds) // 2
+  seconds = [
+    [sorted(r[i][b] for r in rounds)[middle] for b in range(len(rounds[0][i]))]
+    for i in range(settings.stages)
+  ]
+  return _arms.profile_of(cluster, seconds)
+
+
+def whole_model_ms(profile: StageProfile) -> dict[int, float]:
+  """Returns milliseconds through all stages by row bucket, links apart."""
+  return {b: 1e3 * float(profile.stage_s(b).sum()) for b in profile.buckets}
+
+
+def run(settings: Profile) -> dict[str, Any]:
+  """Measures, prints, keeps the choice; returns the figures."""
+  directory = settings.out or _rundir.new_run_dir("profile")
+  directory.mkdir(parents=True, exist_ok=True)
+  console = rich.console.Console(width=100)
+  chosen: dict[str, Any] = {}
+  for dtype in settings.dtypes:
+    smallest = smallest_equal_bucket(
+      settings.model, dtype, settings.row_buckets, settings.num_slots
+    )
+    profile = asyncio.run(measure(settings, dtype, directory))
+    (directory / f"profile-{dtype}.json").write_text(profile.to_json())
+    totals = whole_model_ms(profile)
+    table = rich.table.Table(
+      title=f"{dtype}, {settings.num_slots} slots, {profile.device}: "
+      "milliseconds, wall clock"
+    )
+    table.add_column("rows")
+    for i in range(settings.stages):
+      table.add_column(f"stage {i}", justify="right")
+    for column in ("whole model", "÷ smallest", "bit-equal"):
+      table.add_column(column, justify="right")
+    for bucket, total in totals.items():
+      times = profile.stage_s(bucket)
+      table.add_row(
+        str(bucket),
+        *(f"{1e3 * t:.1f}" for t in times),
+        f"{total:.1f}",
+        f"{total / totals[smallest]:.2f}",
+        "yes" if bucket >= smallest else "no",
+      )
+    console.print(table)
+    step_ms = totals[smallest]
+    if not chosen or step_ms < chosen["step_ms"]:
+      chosen = {
+        "dtype": dtype,
+        "row_buckets": [b for b in settings.row_buckets if b >= smallest],
+        "step_ms": step_ms,
+        "ratio": totals[settings.row_buckets[-1]] / step_ms,
+      }
+  path = _setup.choice_path(settings.model)
+  _rundir.write_json(path, chosen)
+  console.print(f"choice kept in {path}; run directory: {directory}")
+  figures = {
+    "dtype": chosen["dtype"],
+    "smallest_bucket": chosen["row_buckets"][0],
+    "step_ms": chosen["step_ms"],
+    "ratio": chosen["ratio"],
+  }
+  _rundir.write_json(
+    directory / "result.json",
+    {
+      "config": _rundir.config_dict(settings),
+      "versions": _rundir.versions(),
+      "figures": figures,
+    },
+  )
+  return figures
+
+
+def main() -> None:
+  try:
+    settings = tyro.cli(Profile, description=__doc__)
+    _setup.use_compilation_cache()
+    figures = run(settings)
+  except (ValueError, RuntimeError, SessionFault) as error:
+    sys.exit(f"experiments.profile: {error}")
+  print(_rundir.figures_line(**figures))
+
+
+if __name__ == "__main__":
+  main()
