@@ -53,62 +53,43 @@ class Difference(NamedTuple):
     return 1000 * self.flips / self.rows
 
 
-def ways(*, buckets: Sequence[int], num_slots: int) -> list[Way]:
+def ways(*, buckets: Sequence[int], num_slots: Sequence[int]) -> list[Way]:
   """Returns the reference (whole runs of the largest bucket) and the others.
 
   Args:
     buckets: compiled row counts, ascending.
-    num_slots: cache size of the reference; others use twice as much too.
+    num_slots: cache sizes; the reference has the first.
   """
-  large = buckets[-1]
-  found = [Way(name="reference", rows=large, bucket=large, num_slots=num_slots)]
-  for bucket in buckets:
+  small, large = buckets[0], buckets[-1]
+  found = [
+    Way(name="reference", rows=large, bucket=large, num_slots=num_slots[0])
+  ]
+  for size in num_slots:
+    for bucket in buckets:
+      found += [
+        Way(
+          name=f"{what}, bucket {bucket}, {size} slots",
+          rows=rows,
+          bucket=bucket,
+          num_slots=size,
+        )
+        for what, rows in (("decode", 1), ("prefill", bucket))
+      ]
     found += [
       Way(
-        name=f"decode, bucket {bucket}",
-        rows=1,
+        name=f"scattered among garbage, runs of {rows}, {size} slots",
+        rows=rows,
         bucket=bucket,
-        num_slots=num_slots,
-      ),
-      Way(
-        name=f"prefill, bucket {bucket}",
-        rows=bucket,
-        bucket=bucket,
-        num_slots=num_slots,
-      ),
+        num_slots=size,
+        scattered=True,
+      )
+      for rows, bucket in (
+        (large, large),
+        (7, next(b for b in buckets if b >= 7)),
+        (1, small),
+      )
     ]
-  small = buckets[0]
-  return [
-    *found,
-    Way(
-      name="scattered slots, garbage in the holes",
-      rows=large,
-      bucket=large,
-      num_slots=num_slots,
-      scattered=True,
-    ),
-    Way(
-      name="scattered, decode, smallest bucket",
-      rows=1,
-      bucket=small,
-      num_slots=num_slots,
-      scattered=True,
-    ),
-    Way(
-      name="runs of 7 rows",
-      rows=7,
-      bucket=next(b for b in buckets if b >= 7),
-      num_slots=num_slots,
-      scattered=True,
-    ),
-    Way(
-      name="twice the slots",
-      rows=small,
-      bucket=small,
-      num_slots=2 * num_slots,
-      scattered=True,
-    ),
-  ]
+  return found
 
 
 class Prober:
@@ -177,7 +158,7 @@ def compare(reference: np.ndarray, other: np.ndarray) -> Difference:
 def load_whole(
   model: str, dtype: str, *, num_layers: int | None = None
 ) -> tuple[StageParams, ModelConfig]:
-  """Returns a whole model, or its first layers with its head, and its config."""
+  """Returns a model, whole or its first layers with the head; its config."""
   config = models.load_config(model)
   params = models.load_stage(
     model,

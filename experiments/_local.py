@@ -5,80 +5,25 @@ import contextlib
 import os
 import pathlib
 import signal
-import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator
 
-from wanspec_jax import models
-from wanspec_jax.worlds import Cluster, StageHost, StageShape
+from wanspec_jax.worlds import Cluster
 
 _STOP_S = 5.0
-
-
-def free_ports(count: int) -> list[int]:
-  """Returns ports of the loopback interface that nobody listens on now."""
-  with contextlib.ExitStack() as stack:
-    sockets = [
-      stack.enter_context(socket.create_server(("127.0.0.1", 0)))
-      for _ in range(count)
-    ]
-    return [s.getsockname()[1] for s in sockets]
-
-
-def local_cluster(
-  *,
-  num_stages: int,
-  model: str,
-  dtype: str,
-  codec: str,
-  shape: StageShape,
-  cuts: Sequence[tuple[int, int]] | None = None,
-  **settings,
-) -> Cluster:
-  """Returns a cluster of `num_stages` stages on loopback, layers spread evenly.
-
-  Args:
-    num_stages: `P`.
-    model: as for `resolve_model`.
-    dtype: of the weights.
-    codec: of the links between stages.
-    shape: compiled sizes.
-    cuts: `(first_layer, num_layers)` of each stage, to cut otherwise.
-    **settings: further fields of `Cluster`.
-  """
-  config = models.load_config(model)
-  if num_stages > config.num_layers:
-    raise ValueError(
-      f"stages = {num_stages}: {model} has {config.num_layers} layers"
-    )
-  cuts = cuts or models.even_cuts(config.num_layers, num_stages)
-  return Cluster(
-    stages=tuple(
-      StageHost(
-        name=f"stage-{i}", host="127.0.0.1", port=port, layers=tuple(cut)
-      )
-      for i, (port, cut) in enumerate(
-        zip(free_ports(num_stages), cuts, strict=True)
-      )
-    ),
-    model=model,
-    dtype=dtype,
-    codec=codec,
-    shape=shape,
-    **settings,
-  )
+_ROOT = pathlib.Path(__file__).resolve().parent.parent
 
 
 @contextlib.contextmanager
 def spawn(
   cluster: Cluster, directory: pathlib.Path
-) -> Iterator[list[subprocess.Popen]]:
+) -> Generator[list[subprocess.Popen]]:
   """Starts the stages of a loopback cluster and stops them at the end.
 
   Args:
-    cluster: see `local_cluster`.
+    cluster: see `worlds.local_cluster`.
     directory: gets the cluster file and each stage's log.
 
   Raises:
@@ -87,34 +32,12 @@ def spawn(
   """
   path = directory / "cluster.toml"
   path.write_text(cluster.to_toml())
-  environment = os.environ | {
-    # Several processes share one GPU, where there is one.
-    "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
-  }
   processes: list[subprocess.Popen] = []
   logs = [directory / f"{stage.name}.log" for stage in cluster.stages]
-  root = pathlib.Path(__file__).resolve().parent.parent
   try:
     for i, log in enumerate(logs):
-      with log.open("w") as out:
-        processes.append(
-          subprocess.Popen(
-            [
-              sys.executable,
-              "-m",
-              "experiments.serve",
-              "--cluster",
-              str(path.resolve()),
-              "--stage",
-              str(i),
-            ],
-            stdout=out,
-            stderr=subprocess.STDOUT,
-            env=environment,
-            cwd=root,
-          )
-        )
-    _await_ready(processes, logs, cluster.start_deadline_s)
+      processes.append(start_stage(path, i, log))
+    await_ready(processes, logs, cluster.start_deadline_s)
     yield processes
   finally:
     for process in processes:
@@ -129,16 +52,56 @@ def spawn(
         process.wait()
 
 
-def _await_ready(
+def start_stage(
+  cluster: pathlib.Path, index: int, log: pathlib.Path
+) -> subprocess.Popen:
+  """Starts one stage and returns at once.
+
+  Args:
+    cluster: cluster file.
+    index: of the stage.
+    log: gets what it prints; written anew.
+  """
+  environment = os.environ | {
+    # Several processes share one GPU, where there is one.
+    "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
+    # From any working directory, which relative paths go on to mean.
+    "PYTHONPATH": os.pathsep.join(
+      filter(None, (str(_ROOT), os.environ.get("PYTHONPATH")))
+    ),
+  }
+  with log.open("w") as out:
+    return subprocess.Popen(
+      [
+        sys.executable,
+        "-m",
+        "experiments.serve",
+        "--cluster",
+        str(cluster.resolve()),
+        "--stage",
+        str(index),
+      ],
+      stdout=out,
+      stderr=subprocess.STDOUT,
+      env=environment,
+    )
+
+
+def await_ready(
   processes: list[subprocess.Popen],
   logs: list[pathlib.Path],
   deadline_s: float,
 ) -> None:
+  """Returns once all stages listen.
+
+  Raises:
+    RuntimeError: one ended or was not up in time; its log is in the message.
+  """
   start_s = time.monotonic()
   waiting = list(range(len(processes)))
   while waiting:
     for i in list(waiting):
-      text = logs[i].read_text()
+      text = logs[i].read_text(errors="replace")
       if any(line.startswith("ready ") for line in text.splitlines()):
         waiting.remove(i)
       elif processes[i].poll() is not None:

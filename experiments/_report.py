@@ -23,7 +23,7 @@ CLOCKS = {"virtual": "virtual (modelled)", "sockets": "wall clock"}
 _DEFINITIONS = (
   "tokens/s: decoding only, Σ(tokens - first block) / Σ(last emission - first "
   "emission), each sequence on its own. Speed-up: Σ seconds from submission to "
-  "end, prompt included, {baseline} / this arm, over the prompts with identical "
+  "end, prompt included, {baseline} / this arm, over the prompts with equal "
   "tokens; none if more than one prompt differs. Laps: verdict rounds. "
   "Acceptance: accepted / tested nodes. Wasted: drafted nodes that did not "
   "become text. First token: median from submission to first emission."

@@ -3,6 +3,7 @@
 
 import dataclasses
 import importlib
+import importlib.util
 import pathlib
 from typing import Literal
 

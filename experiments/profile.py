@@ -22,7 +22,12 @@ import tyro
 from experiments import _arms, _bits, _local, _rundir, _setup
 from wanspec_jax import models
 from wanspec_jax.links import StageProfile
-from wanspec_jax.worlds import SessionFault, SocketRing, StageShape
+from wanspec_jax.worlds import (
+  SessionFault,
+  SocketRing,
+  StageShape,
+  local_cluster,
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -66,13 +71,15 @@ def smallest_equal_bucket(
   text = tokenizer.encode(_rundir.bundled_prompts()[0].text)[:64]
   prober = _bits.Prober(*_bits.load_whole(model, dtype))
   found = None
-  large = _bits.Way(
-    name="", rows=buckets[-1], bucket=buckets[-1], num_slots=num_slots
+  reference, *others = _bits.ways(
+    buckets=buckets, num_slots=(num_slots, 4 * num_slots)
   )
-  want = prober.logits(text, large)
+  want = prober.logits(text, reference)
   for bucket in reversed(buckets[:-1]):
-    way = _bits.Way(name="", rows=1, bucket=bucket, num_slots=num_slots)
-    if _bits.compare(want, prober.logits(text, way)).different:
+    mine = [way for way in others if way.bucket == bucket]
+    if any(
+      _bits.compare(want, prober.logits(text, way)).different for way in mine
+    ):
       break
     found = bucket
   if found is None:
@@ -86,7 +93,7 @@ async def measure(
   settings: Profile, dtype: str, directory: pathlib.Path
 ) -> StageProfile:
   """Returns medians over rounds of a freshly spawned ring's stage times."""
-  cluster = _local.local_cluster(
+  cluster = local_cluster(
     num_stages=settings.stages,
     model=settings.model,
     dtype=dtype,
@@ -182,9 +189,10 @@ def run(settings: Profile) -> dict[str, Any]:
 def main() -> None:
   try:
     settings = tyro.cli(Profile, description=__doc__)
+    _setup.keep_freed_memory()
     _setup.use_compilation_cache()
     figures = run(settings)
-  except (ValueError, RuntimeError, SessionFault) as error:
+  except (ValueError, RuntimeError, OSError, SessionFault) as error:
     sys.exit(f"experiments.profile: {error}")
   print(_rundir.figures_line(**figures))
 

@@ -13,13 +13,11 @@ import pathlib
 import signal
 import sys
 
-import jax.numpy as jnp
 import tyro
 
 from experiments import _setup
-from wanspec_jax import codecs, models, verify
-from wanspec_jax.rollback import mask_rollback
-from wanspec_jax.worlds import Cluster, Stage, StageServer
+from wanspec_jax import models, wire
+from wanspec_jax.worlds import Cluster, StageHost, StageServer, load_stage
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -38,35 +36,6 @@ class Serve:
   warm_slots: tuple[int, ...] = ()
 
 
-def load(cluster: Cluster, index: int) -> Stage:
-  """Returns the stage with its own layers loaded, nothing compiled yet."""
-  config = models.load_config(cluster.model)
-  total = sum(host.layers[1] for host in cluster.stages)
-  if total != config.num_layers:
-    raise ValueError(
-      f"[[stage]] layers: {total} in all, {cluster.model} has "
-      f"{config.num_layers}"
-    )
-  first, count = cluster.stages[index].layers
-  params = models.load_stage(
-    cluster.model,
-    config,
-    first_layer=first,
-    num_layers=count,
-    dtype=jnp.dtype(cluster.dtype),
-  )
-  verifiers = {"race": verify.race, "greedy": verify.greedy}
-  return Stage(
-    config=config,
-    params=params,
-    shape=cluster.shape,
-    codec_in=None if params.embed is not None else codecs.parse(cluster.codec),
-    codec_out=None if params.head is not None else codecs.parse(cluster.codec),
-    rollback=mask_rollback(),
-    verifier=verifiers[cluster.verifier](),
-  )
-
-
 async def _serve(args: Serve) -> None:
   cluster = Cluster.from_toml(args.cluster)
   if not 0 <= args.stage < cluster.num_stages:
@@ -74,13 +43,18 @@ async def _serve(args: Serve) -> None:
       f"--stage {args.stage}: the cluster file has stages 0 to "
       f"{cluster.num_stages - 1}"
     )
-  stage = load(cluster, args.stage)
-  for num_slots in args.warm_slots or cluster.shape.slot_buckets[:1]:
-    if num_slots not in cluster.shape.slot_buckets:
+  here = cluster.stages[args.stage]
+  buckets = cluster.shape.slot_buckets
+  for num_slots in args.warm_slots:
+    if num_slots not in buckets:
       raise ValueError(
-        f"--warm-slots {num_slots}: must be one of the slot_buckets "
-        f"{cluster.shape.slot_buckets}"
+        f"--warm-slots {num_slots}: must be one of the slot_buckets {buckets}"
       )
+  # What would fail at the end is tried before minutes of loading.
+  cluster.tls(here.name)
+  await _try_port(here)
+  stage = load_stage(cluster, args.stage)
+  for num_slots in args.warm_slots or buckets[:1]:
     stage.measure(num_slots=num_slots, repeats=0)
   server = StageServer(
     stage,
@@ -88,7 +62,6 @@ async def _serve(args: Serve) -> None:
     index=args.stage,
     model_hash=models.model_hash(cluster.model),
   )
-  here = cluster.stages[args.stage]
 
   def on_ready(port: int) -> None:
     print(f"ready {here.name} {here.host}:{port}", flush=True)
@@ -102,12 +75,28 @@ async def _serve(args: Serve) -> None:
     await server.serve(on_ready)
 
 
+async def _try_port(here: StageHost) -> None:
+  """Raises `OSError` naming the address if it cannot be listened on."""
+
+  async def ignore(channel: wire.Channel) -> None:
+    del channel
+
+  try:
+    listener = await wire.listen(ignore, host=here.host, port=here.port)
+  except OSError as error:
+    raise OSError(
+      f"{here.name} cannot listen on {here.host}:{here.port} ({error})"
+    ) from error
+  await listener.close()
+
+
 def main() -> None:
   args = tyro.cli(Serve, description=__doc__)
   logging.basicConfig(
     level=logging.WARNING,
     format=f"%(asctime)s stage {args.stage}: %(message)s",
   )
+  _setup.keep_freed_memory()
   _setup.use_compilation_cache()
   try:
     asyncio.run(_serve(args))

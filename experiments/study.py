@@ -141,6 +141,7 @@ def main(argv: Sequence[str] | None = None) -> int:
       print(f"  {name:{width}}  {first_line(name)}".rstrip(), file=out)
     return 0 if asked else 2
   name, options = argv[0], argv[1:]
+  _setup.keep_freed_memory()
   _setup.use_compilation_cache()
   try:
     module = load(name)

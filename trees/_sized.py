@@ -82,7 +82,7 @@ def sized(
   return _best(np.array(sizes) - 1, expected[sizes], laps)
 
 
-def best_prefix(gains: Sequence[float], lap_time_s: LapTime) -> Sized:
+def best_prefix(gains: ArrayLike, lap_time_s: LapTime) -> Sized:
   """Returns how many of the listed nodes are worth their time on the links.
 
   Maximises (1 + Σ_{i ≤ n} gainᵢ) / lap_time_s(1 + n) over n = 0 … len(gains);

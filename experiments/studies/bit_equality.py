@@ -26,7 +26,7 @@ class Config:
     model: as for decode.
     dtypes: of the weights.
     row_buckets: compiled row counts; the last is the reference's.
-    num_slots: cache size of the reference.
+    num_slots: cache sizes, each with a reference of its own.
     num_tokens: text length per prompt.
     prompts: bundled prompts used.
     quick: one dtype, one prompt, 64 tokens.
@@ -36,7 +36,7 @@ class Config:
   model: str = "smollm2"
   dtypes: tuple[str, ...] = ("bfloat16", "float32")
   row_buckets: tuple[int, ...] = (8, 16, 32, 64)
-  num_slots: int = 256
+  num_slots: tuple[int, ...] = (256, 1024)
   num_tokens: int = 192
   prompts: int = 3
   quick: bool = False
@@ -45,7 +45,8 @@ class Config:
 
 def run(config: Config) -> dict[str, Any]:
   """Runs the study; returns its figures."""
-  assert config.out is not None
+  out = config.out
+  assert out is not None
   if config.quick:
     config = dataclasses.replace(
       config, dtypes=config.dtypes[:1], num_tokens=64, prompts=1
@@ -94,7 +95,7 @@ def run(config: Config) -> dict[str, Any]:
       f"equal{suffix}": equal,
       f"flips_per_1000{suffix}": 1000 * flips / rows,
     }
-  _draw(drawn, config.out / "bit_equality.png")
+  _draw(drawn, out / "bit_equality.png")
   return figures
 
 

@@ -24,7 +24,12 @@ from experiments import _arms, _local, _rundir
 from wanspec_jax import models
 from wanspec_jax import schedules as sch
 from wanspec_jax.messages import Sampling
-from wanspec_jax.worlds import Cluster, SocketRing, StageShape
+from wanspec_jax.worlds import (
+  Cluster,
+  SocketRing,
+  StageShape,
+  local_cluster,
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -82,10 +87,11 @@ class Point(NamedTuple):
 
 def run(config: Config) -> dict[str, Any]:
   """Runs the study; returns its figures."""
-  assert config.out is not None
+  out = config.out
+  assert out is not None
   if config.quick:
     config = dataclasses.replace(config, laps_ms=(50.0,), num_laps=12)
-  cluster = _local.local_cluster(
+  cluster = local_cluster(
     num_stages=config.stages,
     model=config.model,
     dtype=config.dtype,
@@ -94,12 +100,12 @@ def run(config: Config) -> dict[str, Any]:
       row_buckets=config.row_buckets, slot_buckets=(config.num_slots,)
     ),
   )
-  with _local.spawn(cluster, config.out):
+  with _local.spawn(cluster, out):
     points = asyncio.run(_measure(config, cluster))
   _show(points)
-  _draw(points, config.out / "laps.png")
+  _draw(points, out / "laps.png")
   _rundir.write_json(
-    config.out / "points.json",
+    out / "points.json",
     [p._asdict() | {"within": p.within} for p in points],
   )
   gaps = [(abs(p.measured_s - p.modelled_s), p.modelled_s) for p in points]

@@ -21,6 +21,7 @@ def outcome(tokens, emitted_s, rounds=(), *, prompt=(1, 2), **kwargs):
     submitted_s=0.5,
     tokens=list(tokens),
     emitted_s=list(emitted_s),
+    finished_s=max(emitted_s, default=0.5),
     rounds=tuple(
       metrics.RoundRecord(drafted=d, tested=t, accepted=a, emitted=e)
       for d, t, a, e in rounds
@@ -77,8 +78,9 @@ def test_arm_against_hand_computed_figures():
   assert b.bytes_per_token["activations"] == 100
   assert b.bytes_per_token["total"] == pytest.approx(642 / 6)
   assert b.num_identical(a) == 2
-  assert b.speedup(a).ratio == pytest.approx((3 + 2) / (1.5 + 1))
-  assert speculative(last=3).speedup(a).ratio == pytest.approx(3 / 1.5)
+  # From the submission at 0.5 s to the last token.
+  assert b.speedup(a).ratio == pytest.approx((3.5 + 3.5) / (2.0 + 2.5))
+  assert speculative(last=3).speedup(a).ratio == pytest.approx(3.5 / 2.0)
 
 
 def test_nothing_emitted_is_nan_and_prints():
@@ -111,10 +113,10 @@ def test_comparison_table_at_100_columns():
   assert max(map(len, text.splitlines())) <= 100
   assert "…" not in text
   cells = " ".join(row_of(text, "Decoding", "speculative"))
-  assert cells == "speculative 1/2 2x 6 5 1.6 1.2 0.429 13 1 s"
+  assert cells == "speculative 1/2 1.75x 6 5 1.6 1.2 0.429 13 1 s"
   assert row_of(text, "Decoding", "plain")[1:3] == ["baseline", "-"]
   row = row_of(text, "Bytes per token", "speculative")
-  order = text[text.index("Bytes per token") :].split()[4:11]
+  order = text[text.index("Bytes per token") :].split()[4:12]
   assert order == [*TRAFFIC_CLASSES, "total"]
   assert dict(zip(order, row[1:], strict=True)) == {
     "ids": "2",
@@ -123,6 +125,7 @@ def test_comparison_table_at_100_columns():
     "activations": "100",
     "features": "0",
     "control": "5",
+    "trace": "0",
     "total": "107",
   }
   assert "Time: virtual (modelled). Tokens: real." in text
@@ -147,9 +150,10 @@ def test_refused_speedups_say_why():
     (
       [
         plain(),
+        # Unequal in both prompts: nothing to compare the times of.
         arm("other", [outcome([1], [1]), outcome([1], [1], (), prompt=(3,))]),
       ],
-      "must be finite and > 0",
+      "identical=0/2",
     ),
   ]
   for arms, why in tables:
@@ -222,7 +226,7 @@ def test_first_difference():
 def test_figures_are_what_the_tables_show():
   figures = _report.arm_figures(speculative(), plain())
   assert figures["identical"] == "2/2"
-  assert figures["speedup"] == pytest.approx(2.0)
+  assert figures["speedup"] == pytest.approx(7 / 4.5)
   assert figures["summary"]["laps"] == 5
   assert figures["clock"] == "virtual (modelled)"
 

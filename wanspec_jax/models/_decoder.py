@@ -83,10 +83,20 @@ def resize_cache(
   )
 
 
-def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
-  """Returns x · weight / √(mean(x²) + ε) over the last axis, in float32."""
+def rms_norm(
+  x: jax.Array, weight: jax.Array, eps: float, *, exact: bool = True
+) -> jax.Array:
+  """Returns x · weight / √(mean(x²) + ε) over the last axis, in float32.
+
+  With `exact` the mean is taken in float64 and rounded: in float32 its last bit
+  depends on how many rows there are (XLA's CPU code sums small and large
+  reductions in different orders).
+  """
   x = x.astype(jnp.float32)
-  scale = jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + eps)
+  with jax.enable_x64(exact):
+    wide = x.astype(jnp.float64 if exact else jnp.float32)
+    mean = jnp.mean(wide * wide, axis=-1, keepdims=True).astype(jnp.float32)
+  scale = jax.lax.rsqrt(mean + jnp.float32(eps))
   weight = weight.reshape((1,) * (x.ndim - 1) + weight.shape)
   return x * scale * weight
 
@@ -102,19 +112,28 @@ def _linear(x: jax.Array, weight: jax.Array) -> jax.Array:
 
 
 def attend(
-  queries: jax.Array, keys: jax.Array, values: jax.Array, mask: jax.Array
+  queries: jax.Array,
+  keys: jax.Array,
+  values: jax.Array,
+  mask: jax.Array,
+  *,
+  exact: bool = True,
 ) -> jax.Array:
   """Returns attention over slots, independent of where rows sit.
 
-  The denominator and the weighted sum are accumulated in float64 and rounded
-  to float32: in float32 their last bits depend on the order of the slots, which
-  a near-tie later turns into another token.
+  All of it is computed in float64 and rounded to float32 at the end. In float32
+  the last bits of the sums depend on the order of the slots, those of the
+  scores on how many slots and rows there are (XLA's CPU products switch
+  kernels with the shape), those of the exponentials on how many scores (small
+  maxima are fused with them); a near-tie later turns a bit into another token.
 
   Args:
     queries: `[N, H, head_dim]` float32, rotated.
     keys: `[K, head_dim, S]`, rotated; `H` is a multiple of `K`.
     values: `[K, S, head_dim]`.
     mask: `[N, S]` bool, true where the row sees the slot.
+    exact: accumulate in float64; off, in float32 as accelerators without fast
+      float64 must, and bits then depend on slots.
 
   Returns:
     `[N, H · head_dim]` float32. Rows that see nothing get the mean of all
@@ -125,22 +144,24 @@ def attend(
   group = num_heads // kv_heads
   q = queries * jnp.float32(dim**-0.5)
   q = q.reshape(num_rows, kv_heads, group, dim).transpose(1, 2, 0, 3)
-  scores = jax.lax.dot_general(
-    q.reshape(kv_heads, group * num_rows, dim).astype(keys.dtype),
-    keys,
-    (((2,), (1,)), ((0,), (0,))),
-    preferred_element_type=jnp.float32,
-  )
-  scores = scores.reshape(kv_heads, group, num_rows, -1)
-  scores = jnp.where(mask[None, None], scores, jnp.float32(_MASKED))
-  weights = jnp.exp(scores - jnp.max(scores, axis=-1, keepdims=True))
-  weights = weights.reshape(kv_heads, group * num_rows, -1)
-  with jax.enable_x64(True):
-    weights = weights.astype(jnp.float64)
-    out = jax.lax.dot_general(
-      weights,
-      values.astype(jnp.float64),
+  q = q.reshape(kv_heads, group * num_rows, dim).astype(keys.dtype)
+  with jax.enable_x64(exact):
+    wide = jnp.float64 if exact else jnp.float32
+    if exact:
+      q, keys = q.astype(wide), keys.astype(wide)
+    scores = jax.lax.dot_general(
+      q,
+      keys,
       (((2,), (1,)), ((0,), (0,))),
+      # Of float64 operands it is float64; to say so breaks their gradient.
+      preferred_element_type=None if exact else jnp.float32,
+    )
+    scores = scores.reshape(kv_heads, group, num_rows, -1)
+    scores = jnp.where(mask[None, None], scores, jnp.asarray(_MASKED, wide))
+    weights = jnp.exp(scores - jnp.max(scores, axis=-1, keepdims=True))
+    weights = weights.reshape(kv_heads, group * num_rows, -1)
+    out = jax.lax.dot_general(
+      weights, values.astype(wide), (((2,), (1,)), ((0,), (0,)))
     )
     out = out / jnp.sum(weights, axis=-1, keepdims=True)
     out = out.astype(jnp.float32)
@@ -158,6 +179,7 @@ def _layer(
   cos_sin: jax.Array,
   mask: jax.Array,
   config: ModelConfig,
+  exact: bool,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
   heads, kv_heads, dim = (
     config.num_heads,
@@ -165,7 +187,7 @@ def _layer(
     config.head_dim,
   )
   num_rows = x.shape[0]
-  h = rms_norm(x, params.attn_norm, config.rms_norm_eps)
+  h = rms_norm(x, params.attn_norm, config.rms_norm_eps, exact=exact)
   qkv = _linear(h, params.wqkv)
   if params.bqkv is not None:
     qkv = qkv + params.bqkv[None]
@@ -174,9 +196,12 @@ def _layer(
   k = k.reshape(num_rows, kv_heads, dim)
   v = v.reshape(num_rows, kv_heads, dim)
   if params.q_norm is not None and params.k_norm is not None:
-    q = rms_norm(q, params.q_norm, config.rms_norm_eps)
-    k = rms_norm(k, params.k_norm, config.rms_norm_eps)
+    q = rms_norm(q, params.q_norm, config.rms_norm_eps, exact=exact)
+    k = rms_norm(k, params.k_norm, config.rms_norm_eps, exact=exact)
   q, k = rotate(q, cos_sin), rotate(k, cos_sin)
+  # A weight of 0 does not silence a NaN: an overflow in a row that nobody may
+  # see must not reach others. The row itself stays NaN in its residual stream.
+  v = jnp.where(jnp.isfinite(v), v, jnp.float32(0))
   # Padding rows carry the slot S, which `drop` discards.
   keys = keys.at[:, :, slots].set(
     k.transpose(1, 2, 0).astype(keys.dtype), mode="drop"
@@ -184,8 +209,8 @@ def _layer(
   values = values.at[:, slots].set(
     v.transpose(1, 0, 2).astype(values.dtype), mode="drop"
   )
-  x = x + _linear(attend(q, keys, values, mask), params.wo)
-  h = rms_norm(x, params.mlp_norm, config.rms_norm_eps)
+  x = x + _linear(attend(q, keys, values, mask, exact=exact), params.wo)
+  h = rms_norm(x, params.mlp_norm, config.rms_norm_eps, exact=exact)
   gate, up = jnp.split(_linear(h, params.w_gate_up), 2, axis=-1)
   x = x + _linear(jax.nn.silu(gate) * up, params.w_down)
   return x, keys, values
@@ -200,6 +225,7 @@ def stage(
   mask: jax.Array,
   *,
   config: ModelConfig,
+  exact: bool = True,
 ) -> tuple[jax.Array, KVCache]:
   """Runs a contiguous range of layers over `N` rows.
 
@@ -214,6 +240,7 @@ def stage(
     mask: `[N, S]` bool, true where a row sees a slot; a row's own slot
       included.
     config: the model, static.
+    exact: see `attend` and `rms_norm`, static.
 
   Returns:
     `[N, D]` float32 residual stream after this stage's layers, and the cache.
@@ -241,19 +268,35 @@ def stage(
       cos_sin=cos_sin,
       mask=mask,
       config=config,
+      exact=exact,
     )
   return x, dataclasses.replace(cache, keys=tuple(keys), values=tuple(values))
 
 
 def head(
-  params: StageParams, x: jax.Array, *, config: ModelConfig
+  params: StageParams,
+  x: jax.Array,
+  *,
+  config: ModelConfig,
+  exact: bool = True,
 ) -> jax.Array:
-  """Returns `[N, V]` float32 logits of the last stage's residual stream."""
+  """Returns `[N, V]` float32 logits of the last stage's residual stream.
+
+  Args:
+    params: the last stage's.
+    x: `[N, D]` float32.
+    config: the model, static.
+    exact: see `rms_norm`, static.
+
+  Raises:
+    ValueError: if the stage has no head.
+  """
   if params.head is None or params.final_norm is None:
     raise ValueError("head: params must be the last stage's, which has one")
   chex.assert_shape(x, (None, config.hidden_size))
   return _linear(
-    rms_norm(x, params.final_norm, config.rms_norm_eps), params.head
+    rms_norm(x, params.final_norm, config.rms_norm_eps, exact=exact),
+    params.head,
   )
 
 

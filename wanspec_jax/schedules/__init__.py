@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Schedules: the sans-IO engine and its policies. A new one is a new `Policy`."""
+"""Schedules: the sans-IO engine and its policies; a new one is a `Policy`."""
 
 from wanspec_jax.schedules._engine import Costs as Costs
 from wanspec_jax.schedules._engine import EngineState as EngineState

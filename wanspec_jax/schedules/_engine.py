@@ -25,7 +25,6 @@ from wanspec_jax.schedules._speculation import (
   start,
 )
 
-
 _SPARE_TOKENS = 8
 
 
@@ -180,17 +179,21 @@ def step(
         spec.drafted_root = event.root
     case ev.Aborted(sequence=sequence):
       touched = []
-      state.queue = collections.deque(
-        item for item in state.queue if item[0] != sequence
-      )
+      waiting = [item for item in state.queue if item[0] != sequence]
+      if len(waiting) < len(state.queue):
+        state.queue = collections.deque(waiting)
+        actions.append(ev.Finish(sequence=sequence, reason="aborted"))
       if sequence in state.sequences:
         actions += _finish(state, sequence, "aborted")
     case _:
       raise TypeError(f"not an event: {event!r}")
-  admitted = _admit(state, actions)
-  for sequence in [*touched, *admitted]:
-    if sequence in state.sequences:
-      actions += _ask_policy(state, sequence, event.time_s)
+  touched += _admit(state, actions)
+  while touched:
+    for sequence in touched:
+      if sequence in state.sequences:
+        actions += _ask_policy(state, sequence, event.time_s)
+    # What they sent may have freed the slots that a request waits for.
+    touched = _admit(state, actions)
   if state.closes:  # nothing left to ride on
     actions.append(_launch(state, None, []))
   return state, actions
@@ -204,12 +207,27 @@ def _check_request(state: EngineState, request: ev.Request) -> None:
     )
 
 
+def _budget(state: EngineState, request: ev.Request) -> int:
+  return min(request.max_new_tokens, state.capacity - len(request.prompt))
+
+
 def _reserved(state: EngineState) -> int:
+  """Returns the slots set aside for texts, prompts included."""
   return sum(s.spec.prompt_length + s.budget for s in state.sequences.values())
+
+
+def _held(state: EngineState) -> int:
+  """Returns the slots of launched nodes that are not text, dead or alive."""
+  return sum(
+    s.spec.num_launched + s.spec.dead_held for s in state.sequences.values()
+  )
 
 
 def _admit(state: EngineState, actions: list[ev.Action]) -> list[int]:
   """Takes requests from the queue, first come first served, while they fit.
+
+  Nodes hold slots until a commit frees them, so a request waits for those as
+  well; `_free_for_speculation` lets them drain.
 
   A request whose prompt and budget exceed the whole capacity gets the budget
   that fits: it ends with `length`, decided here and nowhere else.
@@ -217,8 +235,9 @@ def _admit(state: EngineState, actions: list[ev.Action]) -> list[int]:
   admitted = []
   while state.queue:
     sequence, request = state.queue[0]
-    budget = min(request.max_new_tokens, state.capacity - len(request.prompt))
-    if _reserved(state) + len(request.prompt) + budget > state.capacity:
+    budget = _budget(state, request)
+    need = len(request.prompt) + budget
+    if _reserved(state) + _held(state) + need > state.capacity:
       break
     state.queue.popleft()
     if budget == 0:
@@ -258,12 +277,20 @@ def _prefill(state: EngineState, sequence: int) -> list[ev.Action]:
   ]
 
 
-def _free_for_speculation(state: EngineState) -> int:
-  """Slots that are neither reserved for committed text nor held by nodes."""
-  held = sum(
-    s.spec.num_launched + s.spec.dead_held for s in state.sequences.values()
-  )
-  return state.capacity - _reserved(state) - held
+def _free_for_speculation(state: EngineState, spec: Speculation) -> int:
+  """Returns the slots that a sequence's next run may fill with nodes.
+
+  Those of its own dead are among them: the commit that frees them rides on that
+  very run. Where only nodes keep the first request of the queue from being
+  admitted, its slots are left to it.
+  """
+  free = state.capacity - _reserved(state) - _held(state) + spec.dead_held
+  if state.queue:
+    _, request = state.queue[0]
+    need = len(request.prompt) + _budget(state, request)
+    if _reserved(state) + need <= state.capacity:
+      free -= need
+  return free
 
 
 def _ask_policy(
@@ -272,7 +299,7 @@ def _ask_policy(
   actions: list[ev.Action] = []
   spec = state.sequences[sequence].spec
   while True:
-    free = _free_for_speculation(state)
+    free = _free_for_speculation(state, spec)
     spec.max_new_nodes = max(
       0, min(free, state.costs.max_rows - (not spec.root_launched))
     )
@@ -303,6 +330,7 @@ def _send(
     raise RuntimeError(
       f"{name}: {len(ids)} nodes launched, {spec.max_new_nodes} slots are free"
     )
+  spec.drafted += len(ids)
   if not spec.root_launched:
     ids = [spec.root, *ids]
   rows = []
@@ -362,23 +390,23 @@ def _apply_verdict(state: EngineState, verdict: Verdict) -> list[ev.Action]:
   """Commits what the tail drew, cut at the first reason to stop."""
   entry = state.sequences[verdict.sequence]
   spec = entry.spec
-  drafted = spec.num_launched
-  # All but the last draw were found among the nodes. The last one found no
-  # node with logits: a failed test only if its tip had launched children.
-  accepted = len(verdict.tokens) - 1
+  drafted, spec.drafted = spec.drafted, 0
+  # All but the last draw were found among the nodes. The last one was tested if
+  # its tip had launched children, and passed if one of them, still on its way,
+  # bears it.
+  found = len(verdict.tokens) - 1
   tip = spec.descend(verdict.tokens[:-1])
-  tested = accepted + any(
+  tested = found + any(
     node.parent == tip and node.run is not None and node.id != spec.root
     for node in spec.nodes.values()
   )
   commit_tokens(spec, verdict.tokens)
-  kept = 0
-  reason = None
-  for kept, token in enumerate(verdict.tokens, start=1):
-    entry.emitted.append(token)
-    reason = _stop_reason(entry, token)
-    if reason is not None:
-      break
+  accepted = found + spec.root_launched
+  kept, reason = 0, None
+  while reason is None and kept < len(verdict.tokens):
+    entry.emitted.append(verdict.tokens[kept])
+    reason = _stop_reason(entry, verdict.tokens[kept])
+    kept += 1
   if kept <= accepted:  # what lies behind the end was not decoded
     tested = accepted = kept
   entry.rounds.append(
@@ -405,16 +433,28 @@ def _stop_reason(entry: SequenceState, token: int) -> str | None:
   stop = entry.request.stop
   if token in stop.ids:
     return "stop"
-  if stop.strings and stop.text_of is not None:
-    # Every token is a byte or more, so the longest string bounds the window;
-    # the spare tokens cover a character that the window's edge cuts.
-    window = max(len(s.encode()) for s in stop.strings) + _SPARE_TOKENS
-    text = stop.text_of(entry.emitted[-window:])
+  if stop.strings:
+    text = _last_text(stop, entry.emitted)
     if any(s in text for s in stop.strings):
       return "stop_string"
   if len(entry.emitted) >= entry.budget:
     return "length"
   return None
+
+
+def _last_text(stop: ev.Stop, emitted: list[int]) -> str:
+  """Returns the end of the text, as far back as a stop string may reach that
+  the last token completes."""
+  assert stop.text_of is not None
+  longest = max(len(s.encode()) for s in stop.strings)
+  # Most tokens are a byte or more. The spare ones cover a character that the
+  # window's edge cuts; tokens without text make the window grow.
+  window = longest + _SPARE_TOKENS
+  while window < len(emitted):
+    if len(stop.text_of(emitted[-window:-1])) >= longest + _SPARE_TOKENS // 2:
+      break
+    window *= 2
+  return stop.text_of(emitted[-window:])
 
 
 def _finish(state: EngineState, sequence: int, reason: str) -> list[ev.Action]:

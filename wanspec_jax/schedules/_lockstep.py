@@ -25,7 +25,8 @@ def lockstep(
     size: `(gains [m], lap_s) -> n`: how many of the candidates to launch, where
       `gains[i]` is the estimated probability that candidate `i` and its path
       are accepted, best first, and `lap_s(rows)` the time of a lap; e.g.
-      `trees.best_prefix` for the best tokens per second, or a constant.
+      the `num_nodes` of `trees.best_prefix` for the best tokens per second, or
+      a constant.
     max_nodes: drafted nodes per lap, at most; 0 is plain decoding.
   """
   if max_nodes < 0:

@@ -48,6 +48,7 @@ class Speculation:
     max_new_nodes: nodes that may be launched now beyond the root.
     remaining: tokens that may still be emitted; a path of that many nodes is
       longer than the text can use.
+    drafted: nodes launched since the last verdict, roots apart.
     dead_held: launched nodes that died since the last commit was sent: stages
       hold their slots until the next one.
   """
@@ -65,6 +66,7 @@ class Speculation:
   commit_due: bool = True
   max_new_nodes: int = 0
   remaining: int = 0
+  drafted: int = 0
   dead_held: int = 0
 
   @property

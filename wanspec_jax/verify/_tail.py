@@ -159,10 +159,10 @@ def conclude(
 def _forget_dead(state: TailSequence, root: int) -> None:
   """Keeps the tip and what lies below the root, which is bounded."""
   root = state.alias.get(root, root)
-  alive = {root} if state.tip is None else {root, state.tip}
-  nodes = {}
+  alive: set[int | None] = {root, root if state.tip is None else state.tip}
+  nodes: dict[tuple[int | None, int], int] = {}
   for (parent, token), node in state.nodes.items():  # parents come first
-    if parent in alive or node == root:
+    if parent in alive:
       alive.add(node)
       nodes[parent, token] = node
   state.nodes = nodes

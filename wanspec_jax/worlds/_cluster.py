@@ -2,12 +2,19 @@
 """The cluster file: which stage runs where, and what all hosts agree upon."""
 
 import dataclasses
+import ipaddress
+import json
 import pathlib
+import re
+import ssl
 import tomllib
 from typing import Any, Self
 
-from wanspec_jax import codecs
+from wanspec_jax import codecs, wire
 from wanspec_jax.worlds._stage import StageShape
+
+_NAME = re.compile(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?")
+_TAKEN_NAMES = frozenset(("coordinator", "ca"))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -26,6 +33,35 @@ class StageHost:
   host: str
   port: int
   layers: tuple[int, int]
+
+  def __post_init__(self):
+    rules = (
+      (
+        "name",
+        isinstance(self.name, str) and _NAME.fullmatch(self.name),
+        "must be a DNS label (a-z, 0-9, inner hyphens)",
+      ),
+      (
+        "name",
+        self.name not in _TAKEN_NAMES,
+        f"{sorted(_TAKEN_NAMES)} are taken",
+      ),
+      ("host", _is_text(self.host), "must be a name or address"),
+      ("port", _is_whole(self.port, 1, 65535), "must lie in [1, 65535]"),
+      (
+        "layers",
+        isinstance(self.layers, tuple)
+        and len(self.layers) == 2
+        and _is_whole(self.layers[0], 0)
+        and _is_whole(self.layers[1], 1),
+        "must be [first >= 0, count >= 1]",
+      ),
+    )
+    for field, holds, rule in rules:
+      if not holds:
+        raise ValueError(
+          f"StageHost.{field} = {getattr(self, field)!r}: {rule}"
+        )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -60,26 +96,33 @@ class Cluster:
   def __post_init__(self):
     rules = (
       ("stages", bool(self.stages), "must have a stage or more"),
+      ("model", _is_text(self.model), "must be a name or path"),
       ("dtype", self.dtype in ("float32", "bfloat16"), "unknown dtype"),
+      ("codec", _is_text(self.codec), "must name a codec"),
       ("verifier", self.verifier in ("race", "greedy"), "unknown verifier"),
       ("rollback", self.rollback == "mask", "unknown rollback mechanism"),
-      ("peer_deadline_s", self.peer_deadline_s > 0, "must be > 0"),
-      ("start_deadline_s", self.start_deadline_s > 0, "must be > 0"),
+      ("keys", self.keys is None or _is_text(self.keys), "must be a path"),
+      *(
+        (field, _is_positive(getattr(self, field)), "must be a number > 0")
+        for field in ("peer_deadline_s", "start_deadline_s")
+      ),
     )
     for field, holds, rule in rules:
       if not holds:
         raise ValueError(f"Cluster.{field} = {getattr(self, field)!r}: {rule}")
     codecs.parse(self.codec)
     names = [stage.name for stage in self.stages]
-    if len(set(names)) != len(names):
-      raise ValueError(f"Cluster.stages: names {names} must differ")
+    addresses = [(stage.host, stage.port) for stage in self.stages]
+    for field, values in (("names", names), ("addresses", addresses)):
+      if len(set(values)) != len(values):
+        raise ValueError(f"Cluster.stages: {field} {values} must differ")
     expected = 0
     for stage in self.stages:
       first, count = stage.layers
-      if first != expected or count < 1:
+      if first != expected:
         raise ValueError(
           f"Cluster.stages[{stage.name!r}].layers = {list(stage.layers)}: must "
-          f"be [first, count] with first = {expected} and count >= 1"
+          f"be [first, count] with first = {expected}"
         )
       expected = first + count
       if self.keys is None and not _is_loopback(stage.host):
@@ -94,7 +137,7 @@ class Cluster:
     return len(self.stages)
 
   def agreement(self, stage: int, model_hash: str) -> dict[str, Any]:
-    """Returns what the peers of a stage must have in common with it."""
+    """Returns what all members must have in common, as a stage sees it."""
     return {
       "model": model_hash,
       "dtype": self.dtype,
@@ -104,10 +147,29 @@ class Cluster:
       "row_buckets": list(self.shape.row_buckets),
       "slot_buckets": list(self.shape.slot_buckets),
       "cache_dtype": self.shape.cache_dtype,
+      "exact": self.shape.exact,
       "num_stages": self.num_stages,
       "stage": stage,
-      "layers": list(self.stages[stage].layers),
+      "layers": [list(host.layers) for host in self.stages],
     }
+
+  def tls(
+    self, name: str
+  ) -> tuple[ssl.SSLContext | None, ssl.SSLContext | None]:
+    """Returns a member's contexts, to connect and to listen; None for TCP.
+
+    Raises:
+      ValueError: a certificate or key is missing here or cannot be used.
+    """
+    if self.keys is None:
+      return None, None
+    try:
+      return (
+        wire.client_context(self.keys, name),
+        wire.server_context(self.keys, name),
+      )
+    except OSError as error:  # ssl.SSLError is one
+      raise ValueError(f"Cluster.keys = {self.keys!r}: {error}") from error
 
   @classmethod
   def from_toml(cls, path: str | pathlib.Path) -> Self:
@@ -119,22 +181,29 @@ class Cluster:
     """
     path = pathlib.Path(path)
     try:
-      data = tomllib.loads(path.read_text())
+      data = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
       raise ValueError(f"cluster file {path}: cannot be read ({error})") from (
         error
       )
-    except tomllib.TOMLDecodeError as error:
+    except ValueError as error:  # not UTF-8, or not TOML
       raise ValueError(f"cluster file {path}: not TOML ({error})") from error
     try:
       return cls._from_dict(data, path.parent)
-    except (TypeError, ValueError) as error:
+    except ValueError as error:
       raise ValueError(f"cluster file {path}: {error}") from error
 
   @classmethod
   def _from_dict(cls, data: dict[str, Any], base: pathlib.Path) -> Self:
-    ring = dict(data.get("ring", {}))
     _only("file", data, {"ring", "stage"})
+    ring, entries = data.get("ring", {}), data.get("stage", [])
+    if not isinstance(ring, dict):
+      raise ValueError("[ring] must be one table")
+    if not isinstance(entries, list) or not all(
+      isinstance(entry, dict) for entry in entries
+    ):
+      raise ValueError("[[stage]] must be tables, one per stage")
+    ring = dict(ring)
     shape_fields = {f.name for f in dataclasses.fields(StageShape)}
     own_fields = {f.name for f in dataclasses.fields(cls)}
     _only("[ring]", ring, (own_fields - {"stages", "shape"}) | shape_fields)
@@ -142,26 +211,25 @@ class Cluster:
     for field in ("row_buckets", "slot_buckets"):
       if field not in shape:
         raise ValueError(f"[ring] {field} is missing")
-      shape[field] = tuple(shape[field])
-    if ring.get("keys") is not None:
-      ring["keys"] = str(base / ring["keys"])
+      sizes = shape[field]
+      if not isinstance(sizes, list) or not all(_is_whole(n, 1) for n in sizes):
+        raise ValueError(f"[ring] {field} = {sizes!r}: must be whole numbers")
+      shape[field] = tuple(sizes)
+    if not isinstance(shape.get("exact", True), bool):
+      raise ValueError(f"[ring] exact = {shape['exact']!r}: must be a boolean")
+    if _is_text(ring.get("keys")):
+      ring["keys"] = str((base / ring["keys"]).absolute())
     stages = []
-    for i, entry in enumerate(data.get("stage", [])):
+    for i, entry in enumerate(entries):
       fields = {f.name for f in dataclasses.fields(StageHost)}
       _only(f"[[stage]] {i}", entry, fields)
       missing = fields - entry.keys() - {"name"}
       if missing:
         raise ValueError(f"[[stage]] {i}: {sorted(missing)} missing")
-      layers = entry["layers"]
-      if not isinstance(layers, list) or len(layers) != 2:
-        raise ValueError(
-          f"[[stage]] {i}: layers = {layers!r}, must be [first, count]"
-        )
-      stages.append(
-        StageHost(
-          **{"name": f"stage-{i}"} | entry | {"layers": tuple(layers)}
-        )
-      )
+      entry = {"name": f"stage-{i}"} | entry
+      if isinstance(entry["layers"], list):
+        entry["layers"] = tuple(entry["layers"])
+      stages.append(StageHost(**entry))
     return cls(stages=tuple(stages), shape=StageShape(**shape), **ring)
 
   def to_toml(self) -> str:
@@ -181,8 +249,23 @@ class Cluster:
     return "\n".join(lines) + "\n"
 
 
+def _is_text(value: Any) -> bool:
+  return isinstance(value, str) and bool(value)
+
+
+def _is_whole(value: Any, low: int, high: int | None = None) -> bool:
+  return type(value) is int and low <= value and (high is None or value <= high)
+
+
+def _is_positive(value: Any) -> bool:
+  return type(value) in (int, float) and value > 0
+
+
 def _is_loopback(host: str) -> bool:
-  return host in ("localhost", "::1") or host.startswith("127.")
+  try:
+    return ipaddress.ip_address(host).is_loopback
+  except ValueError:
+    return host == "localhost"
 
 
 def _only(where: str, given: dict[str, Any], known: set[str]) -> None:
@@ -192,8 +275,11 @@ def _only(where: str, given: dict[str, Any], known: set[str]) -> None:
 
 
 def _toml(value: Any) -> str:
+  if isinstance(value, bool):
+    return str(value).lower()
   if isinstance(value, str):
-    return '"' + value.replace("\\", "\\\\").replace('"', '\\"') + '"'
+    # JSON's escapes are TOML's, but for one character that it leaves alone.
+    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
   if isinstance(value, (list, tuple)):
     return "[" + ", ".join(_toml(v) for v in value) + "]"
   return str(value)

@@ -66,7 +66,7 @@ class ReplayStage:
             f"texts[{plan.sequence}] has {len(text)} tokens: position {at} was "
             "asked for; record a longer output"
           )
-        drawn.append(int(text[at]))
+        drawn.append(text[at])
         below = np.flatnonzero(
           (plan.parent_rows == row) & (plan.tokens == drawn[-1])
         )

@@ -40,11 +40,14 @@ class StageShape:
     slot_buckets: cache sizes, ascending; the cache grows to the next one when
       the slots in use need it; the last is the capacity.
     cache_dtype: dtype of cached keys and values.
+    exact: accumulate attention in float64, so that logits do not depend on
+      slots; `False` where float64 is slow or missing.
   """
 
   row_buckets: tuple[int, ...]
   slot_buckets: tuple[int, ...]
   cache_dtype: str = "float32"
+  exact: bool = True
 
   def __post_init__(self):
     for field in ("row_buckets", "slot_buckets"):
@@ -53,6 +56,11 @@ class StageShape:
         raise ValueError(
           f"StageShape.{field} = {sizes}: must be positive and ascending"
         )
+    if self.exact and self.row_buckets[0] < 2:
+      raise ValueError(
+        f"StageShape.row_buckets = {self.row_buckets}: must start at 2 or more "
+        "where exact is on; the product of a single row has other bits"
+      )
     if self.cache_dtype not in ("float32", "bfloat16"):
       raise ValueError(
         f"StageShape.cache_dtype = {self.cache_dtype!r}: must be 'float32' or "
@@ -157,7 +165,14 @@ class Stage:
     if self.codec_in is not None:
       state_in, x = self.codec_in.decode(state_in, x, None)
     y, cache = decoder.stage(
-      params, cache, x, slots, positions, mask, config=self.config
+      params,
+      cache,
+      x,
+      slots,
+      positions,
+      mask,
+      config=self.config,
+      exact=self.shape.exact,
     )
     if self.codec_out is not None:
       state_out, y = self.codec_out.encode(state_out, y, None)
@@ -166,7 +181,12 @@ class Stage:
   def _trace_verify(self, params, hidden, walk_in, sampling):
     """Head and walk over one sequence's rows of a run."""
     self._count("verify")
-    logits = decoder.head(params, hidden[walk_in["rows"]], config=self.config)
+    logits = decoder.head(
+      params,
+      hidden[walk_in["rows"]],
+      config=self.config,
+      exact=self.shape.exact,
+    )
     return self.verifier.walk(
       logits,
       tokens=walk_in["tokens"],
@@ -236,6 +256,7 @@ class Stage:
     bucket = self.shape.row_bucket(run.num_rows)
     extra = bucket - run.num_rows
     if self.codec_in is None:
+      self._check_tokens(run)
       x = np.pad(run.tokens, (0, extra))
     else:
       x = self.codec_in.unpack(
@@ -254,6 +275,15 @@ class Stage:
     )
     return out, positions
 
+  def _check_tokens(self, run: Run) -> None:
+    """Raises on an id that the embedding lacks: a gather would clamp it."""
+    wrong = np.flatnonzero(run.tokens >= self.config.vocab_size)
+    if len(wrong):
+      raise ValueError(
+        f"run {run.run_id}, row {wrong[0]}: token {run.tokens[wrong[0]]}, the "
+        f"model has {self.config.vocab_size}"
+      )
+
   def _verdicts(
     self, run: Run, hidden: jax.Array, positions: np.ndarray
   ) -> list[Verdict]:
@@ -262,6 +292,11 @@ class Stage:
     verdicts = []
     for plan, result in zip(plans, jax.device_get(walked), strict=True):
       count = int(result.count)
+      if not np.isfinite(result.log_probs[:count]).all():
+        raise ValueError(
+          f"run {run.run_id}, sequence {plan.sequence}: the logits are not "
+          "finite"
+        )
       verdicts.append(
         conclude(
           self._tail,

@@ -1,0 +1,210 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A ring that is brought up, compiled and profiled, for studies to use."""
+
+import asyncio
+import contextlib
+import pathlib
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import rich.console
+
+from experiments import _arms, _local, _setup
+from experiments._settings import Decode
+from wanspec_jax import models
+from wanspec_jax import schedules as sch
+from wanspec_jax.links import StageProfile
+from wanspec_jax.worlds import (
+  Cluster,
+  Driver,
+  SessionResult,
+  SocketRing,
+  StageShape,
+  VirtualRing,
+  load_stage,
+  local_cluster,
+)
+
+_PROFILE_REPEATS = 5
+_DEFAULT_DTYPE = "bfloat16"
+_DEFAULT_BUCKETS = (8, 16, 32, 64)
+
+
+class Session:
+  """A ring that is up, with what all arms share.
+
+  Attributes:
+    settings: the effective configuration.
+    cluster: the ring.
+    tokenizer: of the model.
+    vocab_size: of the model.
+    profile: stage times.
+    directory: run directory.
+  """
+
+  def __init__(
+    self,
+    settings: Decode,
+    cluster: Cluster,
+    world: Any,
+    profile: StageProfile,
+    directory: pathlib.Path,
+  ):
+    self.settings = settings
+    self.cluster = cluster
+    self.profile = profile
+    self.directory = directory
+    self.tokenizer = models.load_tokenizer(cluster.model)
+    self.vocab_size = models.load_config(cluster.model).vocab_size
+    self._world = world
+    self._lap_s = _arms.lap_seconds(cluster, settings.links, profile)
+
+  def lap_s(self, num_rows: int) -> float:
+    """Returns the modelled lap of a run of that many rows."""
+    return self._lap_s(num_rows)
+
+  async def run(
+    self, driver: Driver, requests: Sequence[sch.Request]
+  ) -> SessionResult:
+    """Runs requests that come all at once."""
+    timed = [(0.0, request) for request in requests]
+    if isinstance(self._world, SocketRing):
+      return await self._world.run(driver, timed)
+    return await asyncio.to_thread(self._world.run, driver, timed)
+
+  def driver(
+    self,
+    speculate: _arms.Speculate,
+    *,
+    recorded: Sequence[int] | None = None,
+    on_emit=None,
+  ) -> Driver:
+    """Returns a fresh engine and drafter."""
+    return _arms.make_driver(
+      cluster=self.cluster,
+      lap_s=self._lap_s,
+      settings=speculate,
+      drafter=_arms.make_drafter(
+        speculate,
+        eos_ids=self.tokenizer.eos_ids,
+        vocab_size=self.vocab_size,
+        recorded=recorded,
+      ),
+      on_emit=on_emit,
+    )
+
+
+@contextlib.asynccontextmanager
+async def open_session(
+  settings: Decode, directory: pathlib.Path, *, max_length: int
+):
+  """Brings a ring up, profiles it, and yields a `Session`.
+
+  Args:
+    settings: what ring.
+    directory: gets the cluster file, logs and the profile.
+    max_length: longest prompt plus budget; decides which cache sizes are
+      compiled beforehand.
+  """
+  say = rich.console.Console(stderr=True, highlight=False).print
+  async with contextlib.AsyncExitStack() as stack:
+    if settings.cluster is not None:
+      cluster = Cluster.from_toml(settings.cluster)
+    else:
+      cluster = make_cluster(settings)
+    shape = cluster.shape
+    hops = settings.links.hops(cluster.num_stages)
+    sizes = sizes_needed(shape, max_length + settings.speculate.max_nodes)
+    if settings.world == "virtual":
+      world, seconds = virtual_ring(settings, cluster, sizes[-1])
+      profile = read_profile(settings) or _arms.profile_of(cluster, seconds)
+      yield Session(
+        settings,
+        cluster,
+        world(profile),
+        profile,
+        directory,
+      )
+      return
+    started_s = time.monotonic()
+    if settings.cluster is None:
+      stack.enter_context(_local.spawn(cluster, directory))
+      say(
+        f"{cluster.num_stages} stages up in "
+        f"{time.monotonic() - started_s:.1f} s"
+      )
+    ring = await stack.enter_async_context(
+      SocketRing(
+        cluster,
+        model_hash=models.model_hash(cluster.model),
+        hops=hops if settings.emulate else None,
+      )
+    )
+    started_s = time.monotonic()
+    for num_slots in sizes[:-1]:
+      await ring.measure(num_slots=num_slots, repeats=0)
+    seconds = await ring.measure(num_slots=sizes[-1], repeats=_PROFILE_REPEATS)
+    say(f"compiled and profiled in {time.monotonic() - started_s:.1f} s")
+    profile = read_profile(settings) or _arms.profile_of(cluster, seconds)
+    (directory / "profile.json").write_text(profile.to_json())
+    yield Session(settings, cluster, ring, profile, directory)
+
+
+def make_cluster(settings: Decode) -> Cluster:
+  """Returns the loopback cluster that the settings ask for."""
+  ring = settings.ring
+  chosen = _setup.read_choice(ring.model)
+  dtype = ring.dtype
+  if dtype == "auto":
+    dtype = chosen.get("dtype", _DEFAULT_DTYPE)
+  buckets = ring.row_buckets or tuple(
+    chosen.get("row_buckets", _DEFAULT_BUCKETS)
+  )
+  return local_cluster(
+    num_stages=ring.stages,
+    model=ring.model,
+    dtype=dtype,
+    codec=ring.codec,
+    shape=StageShape(
+      row_buckets=tuple(buckets), slot_buckets=ring.slot_buckets
+    ),
+    verifier=ring.verifier,
+    rollback=ring.rollback,
+    peer_deadline_s=ring.peer_deadline_s,
+  )
+
+
+def sizes_needed(shape: StageShape, max_slots: int) -> list[int]:
+  """Returns the cache sizes that a text of so many slots passes through."""
+  needed = []
+  for bucket in shape.slot_buckets:
+    needed.append(bucket)
+    if bucket >= max_slots:
+      break
+  return needed
+
+
+def read_profile(settings: Decode) -> StageProfile | None:
+  if settings.profile is None:
+    return None
+  return StageProfile.from_json(settings.profile.read_text())
+
+
+def virtual_ring(settings: Decode, cluster: Cluster, num_slots: int):
+  """Returns a maker of the virtual ring and its stages' times, if needed."""
+  stages = [load_stage(cluster, i) for i in range(cluster.num_stages)]
+  seconds = []
+  if settings.profile is None:
+    for stage in stages:
+      times = stage.measure(num_slots=num_slots, repeats=_PROFILE_REPEATS)
+      seconds.append([times[b] for b in cluster.shape.row_buckets])
+
+  def make(profile: StageProfile) -> VirtualRing:
+    return VirtualRing(
+      stages=stages,
+      hops=settings.links.hops(cluster.num_stages),
+      profile=profile,
+    )
+
+  return make, seconds
