@@ -76,7 +76,7 @@ def test_round_trip(tmp_path_factory, model, keys, exact, deadline_s, layers):
     ),
     model=model,
     shape=StageShape(
-      row_buckets=(1, 2),
+      row_buckets=(2, 3),
       slot_buckets=(64,),
       cache_dtype="bfloat16",
       exact=exact,

@@ -330,6 +330,11 @@ def _send(
     raise RuntimeError(
       f"{name}: {len(ids)} nodes launched, {spec.max_new_nodes} slots are free"
     )
+  if not ids and spec.root_launched:
+    raise RuntimeError(
+      f"{name}: nothing to launch: the root of sequence {spec.sequence} is on "
+      "its way and no node was named"
+    )
   spec.drafted += len(ids)
   if not spec.root_launched:
     ids = [spec.root, *ids]

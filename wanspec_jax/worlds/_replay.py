@@ -86,8 +86,6 @@ class ReplayStage:
         )
       )
     return Output(
-      Returned(
-        run_id=run.run_id, epoch=run.epoch, verdicts=tuple(verdicts)
-      ),
+      Returned(run_id=run.run_id, epoch=run.epoch, verdicts=tuple(verdicts)),
       None,
     )

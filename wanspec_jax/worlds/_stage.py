@@ -342,31 +342,31 @@ class Stage:
       num_slots: cache size to measure at, a slot bucket.
       repeats: timed calls per bucket.
     """
-    times = {}
-    for bucket in self.shape.row_buckets:
-      self._floor = num_slots
+    self._floor = num_slots
+    try:
+      return {
+        bucket: self._measure(bucket, repeats)
+        for bucket in self.shape.row_buckets
+      }
+    finally:
+      self._floor = self.shape.slot_buckets[0]
       self.reset()
-      runs = _profile_runs(bucket, repeats + 1)
-      payload = b""
-      if self.codec_in is not None:
-        width = self.config.hidden_size
-        state, encoded = self.codec_in.encode(
-          self.codec_in.init(width),
-          jnp.zeros((bucket, width), jnp.float32),
-          None,
-        )
-        del state
-        payload = self.codec_in.pack(jax.device_get(encoded), bucket)
-      spent = []
-      for run in runs:
-        start = time.perf_counter()
-        self.process(run, payload)
-        jax.block_until_ready(self._cache)
-        spent.append(time.perf_counter() - start)
-      times[bucket] = float(np.median(spent[1:] or spent))
-    self._floor = self.shape.slot_buckets[0]
+
+  def _measure(self, bucket: int, repeats: int) -> float:
     self.reset()
-    return times
+    payload = b""
+    if self.codec_in is not None:
+      width = self.config.hidden_size
+      zeros = jnp.zeros((bucket, width), jnp.float32)
+      _, encoded = self.codec_in.encode(self.codec_in.init(width), zeros, None)
+      payload = self.codec_in.pack(jax.device_get(encoded), bucket)
+    spent = []
+    for run in _profile_runs(bucket, repeats + 1):
+      start = time.perf_counter()
+      self.process(run, payload)
+      jax.block_until_ready(self._cache)
+      spent.append(time.perf_counter() - start)
+    return float(np.median(spent[1:] or spent))
 
 
 @functools.cache

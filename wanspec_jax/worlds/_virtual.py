@@ -69,8 +69,7 @@ class VirtualRing:
   ):
     if len(hops) != len(stages) + 1:
       raise ValueError(
-        f"hops: {len(hops)} given, {len(stages)} stages need "
-        f"{len(stages) + 1}"
+        f"hops: {len(hops)} given, {len(stages)} stages need {len(stages) + 1}"
       )
     if profile.num_stages != len(stages):
       raise ValueError(
@@ -154,9 +153,7 @@ class VirtualRing:
           hear(sch.Arrived(time_s=clock.now_s, returned=returned))
         case (int() as stage, Output() as out):
           send(
-            _Frame(
-              hop=stage + 1, message=out.message, payload=out.payload
-            ),
+            _Frame(hop=stage + 1, message=out.message, payload=out.payload),
             clock.now_s,
           )
         case event:
