@@ -242,10 +242,13 @@ class Stage:
       self._tail[opened.sequence] = TailSequence(open=opened)
 
   def _fit_cache(self, num_slots: int) -> None:
-    for bucket in self.shape.slot_buckets:
-      if max(num_slots, self._floor) <= bucket:
-        break
-    if bucket > self._cache.num_slots or num_slots == 0:
+    """Grows the cache to the bucket that holds so many slots; shrinks it to the
+    smallest when none is in use."""
+    wanted = max(num_slots, self._floor)
+    bucket = next(b for b in self.shape.slot_buckets if wanted <= b)
+    grows = bucket > self._cache.num_slots
+    shrinks = num_slots == 0 and bucket < self._cache.num_slots
+    if grows or shrinks:
       self._cache = decoder.resize_cache(self._cache, self.config, bucket)
 
   def _layers(self, run: Run, payload: Any) -> tuple[Any, np.ndarray]:
