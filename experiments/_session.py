@@ -26,7 +26,8 @@ from wanspec_jax.worlds import (
   local_cluster,
 )
 
-_PROFILE_REPEATS = 5
+_PROFILE_REPEATS = 5  # timed calls per bucket, virtual world
+_PROFILE_LAPS = 3  # laps per bucket, over sockets
 _DEFAULT_DTYPE = "bfloat16"
 _DEFAULT_BUCKETS = (8, 16, 32, 64)
 
@@ -142,11 +143,13 @@ async def open_session(
       )
     )
     started_s = time.monotonic()
-    for num_slots in sizes[:-1]:
+    for num_slots in sizes:
       await ring.measure(num_slots=num_slots, repeats=0)
-    seconds = await ring.measure(num_slots=sizes[-1], repeats=_PROFILE_REPEATS)
+    profile = read_profile(settings)
+    if profile is None:
+      seconds = await ring.profile(num_slots=sizes[-1], repeats=_PROFILE_LAPS)
+      profile = _arms.profile_of(cluster, seconds)
     say(f"compiled and profiled in {time.monotonic() - started_s:.1f} s")
-    profile = read_profile(settings) or _arms.profile_of(cluster, seconds)
     (directory / "profile.json").write_text(profile.to_json())
     yield Session(settings, cluster, ring, profile, directory)
 

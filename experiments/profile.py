@@ -1,26 +1,34 @@
 # SPDX-License-Identifier: Apache-2.0
 """Measures stage times per row bucket: `python -m experiments.profile`.
 
-Spawns the ring's stage processes, all loaded, and times each stage on its own,
-as in a lap of one run. Picks the dtype with the fastest plain step, and the
-smallest row bucket whose logits are bit-equal to the larger ones'. Keeps the
+Spawns the ring's stage processes, all loaded, and times each stage on its own:
+back to back (the columns of the stages), and as it is in a lap, where threads
+have slept and caches are cold (`in a lap`: what tree sizes are computed from,
+kept in `profile-DTYPE.json`). Picks the dtype with the fastest plain step, and
+the smallest row bucket whose logits are bit-equal to the larger ones'. Keeps the
 choice for `experiments.decode`. Last line: `dtype=… smallest_bucket=…
-step_ms=… ratio=…`, where `ratio` is the whole model's time for the largest
-bucket over that for the smallest.
+step_ms=… ratio=… products_ratio=…`, where `ratio` is the whole model's time for
+the largest bucket over that for the smallest, back to back, and
+`products_ratio` the same of the model's matrix products alone.
 """
 
 import asyncio
 import dataclasses
 import pathlib
+import statistics
 import sys
+import time
 from typing import Any
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 import rich.console
 import rich.table
 import tyro
 
 from experiments import _arms, _bits, _local, _rundir, _setup
-from wanspec_jax import models
+from wanspec_jax import models, wire
 from wanspec_jax.links import StageProfile
 from wanspec_jax.worlds import (
   SessionFault,
@@ -91,8 +99,8 @@ def smallest_equal_bucket(
 
 async def measure(
   settings: Profile, dtype: str, directory: pathlib.Path
-) -> StageProfile:
-  """Returns medians over rounds of a freshly spawned ring's stage times."""
+) -> tuple[StageProfile, StageProfile]:
+  """Returns a ring's stage times, medians: back to back, and as in laps."""
   cluster = local_cluster(
     num_stages=settings.stages,
     model=settings.model,
@@ -105,20 +113,23 @@ async def measure(
   here = directory / dtype
   here.mkdir(parents=True, exist_ok=True)
   with _local.spawn(cluster, here):
-    ring = SocketRing(cluster, model_hash=models.model_hash(settings.model))
-    async with ring:
+    async with SocketRing(
+      cluster,
+      model_hash=models.model_hash(settings.model),
+      hops=[wire.LinkShaper()] * (settings.stages + 1),
+    ) as ring:
       rounds = [
         await ring.measure(
           num_slots=settings.num_slots, repeats=settings.repeats
         )
         for _ in range(settings.rounds)
       ]
-  middle = len(rounds) // 2
-  seconds = [
-    [sorted(r[i][b] for r in rounds)[middle] for b in range(len(rounds[0][i]))]
-    for i in range(settings.stages)
-  ]
-  return _arms.profile_of(cluster, seconds)
+      laps = await ring.profile(
+        num_slots=settings.num_slots,
+        repeats=settings.rounds * settings.repeats,
+      )
+  alone = np.median(np.asarray(rounds), axis=0).tolist()
+  return _arms.profile_of(cluster, alone), _arms.profile_of(cluster, laps)
 
 
 def whole_model_ms(profile: StageProfile) -> dict[int, float]:
@@ -126,35 +137,79 @@ def whole_model_ms(profile: StageProfile) -> dict[int, float]:
   return {b: 1e3 * float(profile.stage_s(b).sum()) for b in profile.buckets}
 
 
+def products_ms(
+  model: str, dtype: str, buckets: tuple[int, ...], *, repeats: int
+) -> dict[int, float]:
+  """Returns milliseconds of the model's matrix products alone, in one process.
+
+  What no other part of a stage can go below on this machine.
+  """
+  params, _ = _bits.load_whole(model, dtype)
+
+  def product(x: jax.Array, weight: jax.Array) -> jax.Array:
+    return jax.lax.dot_general(
+      x.astype(weight.dtype),
+      weight,
+      (((1,), (1,)), ((), ())),
+      preferred_element_type=jnp.float32,
+    )
+
+  @jax.jit
+  def products(params: models.StageParams, x: jax.Array) -> jax.Array:
+    for layer in params.layers:
+      heads = product(x, layer.wqkv)[:, : layer.wo.shape[1]]
+      x = x + product(heads, layer.wo)
+      wide = product(x, layer.w_gate_up)[:, : layer.w_down.shape[1]]
+      x = x + product(wide, layer.w_down)
+    assert params.head is not None
+    return product(x, params.head)
+
+  found = {}
+  for bucket in buckets:
+    x = jnp.full((bucket, params.layers[0].wqkv.shape[1]), 1e-3, jnp.float32)
+    times = []
+    for _ in range(repeats + 1):
+      start_s = time.perf_counter()
+      jax.block_until_ready(products(params, x))
+      times.append(time.perf_counter() - start_s)
+    found[bucket] = 1e3 * statistics.median(times[1:])
+  return found
+
+
 def run(settings: Profile) -> dict[str, Any]:
   """Measures, prints, keeps the choice; returns the figures."""
   directory = settings.out or _rundir.new_run_dir("profile")
   directory.mkdir(parents=True, exist_ok=True)
-  console = rich.console.Console(width=100)
+  console = rich.console.Console(width=110)
   chosen: dict[str, Any] = {}
   for dtype in settings.dtypes:
     smallest = smallest_equal_bucket(
       settings.model, dtype, settings.row_buckets, settings.num_slots
     )
-    profile = asyncio.run(measure(settings, dtype, directory))
-    (directory / f"profile-{dtype}.json").write_text(profile.to_json())
-    totals = whole_model_ms(profile)
+    alone, laps = asyncio.run(measure(settings, dtype, directory))
+    (directory / f"profile-{dtype}.json").write_text(laps.to_json())
+    bare = products_ms(
+      settings.model, dtype, settings.row_buckets, repeats=settings.repeats
+    )
+    totals, in_lap = whole_model_ms(alone), whole_model_ms(laps)
     table = rich.table.Table(
-      title=f"{dtype}, {settings.num_slots} slots, {profile.device}: "
+      title=f"{dtype}, {settings.num_slots} slots, {alone.device}: "
       "milliseconds, wall clock"
     )
     table.add_column("rows")
-    for i in range(settings.stages):
-      table.add_column(f"stage {i}", justify="right")
-    for column in ("whole model", "÷ smallest", "bit-equal"):
+    columns = [f"stage {i}" for i in range(settings.stages)]
+    columns += ["whole model", "÷ smallest", "products alone", "÷ smallest"]
+    for column in [*columns, "in a lap", "bit-equal"]:
       table.add_column(column, justify="right")
     for bucket, total in totals.items():
-      times = profile.stage_s(bucket)
       table.add_row(
         str(bucket),
-        *(f"{1e3 * t:.1f}" for t in times),
+        *(f"{1e3 * t:.1f}" for t in alone.stage_s(bucket)),
         f"{total:.1f}",
         f"{total / totals[smallest]:.2f}",
+        f"{bare[bucket]:.1f}",
+        f"{bare[bucket] / bare[smallest]:.2f}",
+        f"{in_lap[bucket]:.1f}",
         "yes" if bucket >= smallest else "no",
       )
     console.print(table)
@@ -165,6 +220,7 @@ def run(settings: Profile) -> dict[str, Any]:
         "row_buckets": [b for b in settings.row_buckets if b >= smallest],
         "step_ms": step_ms,
         "ratio": totals[settings.row_buckets[-1]] / step_ms,
+        "products_ratio": bare[settings.row_buckets[-1]] / bare[smallest],
       }
   path = _setup.choice_path(settings.model)
   _rundir.write_json(path, chosen)
@@ -174,6 +230,7 @@ def run(settings: Profile) -> dict[str, Any]:
     "smallest_bucket": chosen["row_buckets"][0],
     "step_ms": chosen["step_ms"],
     "ratio": chosen["ratio"],
+    "products_ratio": chosen["products_ratio"],
   }
   _rundir.write_json(
     directory / "result.json",

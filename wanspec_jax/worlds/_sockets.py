@@ -5,6 +5,7 @@ import asyncio
 import concurrent.futures
 import contextlib
 import secrets
+import time
 from collections.abc import Generator, Sequence
 from typing import Any, Self
 
@@ -12,6 +13,7 @@ from wanspec_jax import schedules as sch
 from wanspec_jax import wire
 from wanspec_jax.wire import Kind
 from wanspec_jax.worlds import _protocol as proto
+from wanspec_jax.worlds._calibrate import calibration_laps, stage_seconds
 from wanspec_jax.worlds._cluster import Cluster
 from wanspec_jax.worlds._driver import Driver, SessionResult, Span
 from wanspec_jax.worlds._job import Job
@@ -229,6 +231,51 @@ class SocketRing:
       ):
         raise SessionFault(source.peer, f"sent times that are not {shape}")
       return seconds
+
+  async def profile(self, *, num_slots: int, repeats: int) -> list[list[float]]:
+    """Returns `[P][row buckets]` seconds of stages in laps of one run.
+
+    Sends runs of every bucket round the ring, links emulated as ever, so it
+    takes `repeats` laps per bucket. Compile with `measure` beforehand.
+
+    Args:
+      num_slots: cache size to measure at, a slot bucket.
+      repeats: laps per bucket, at least 1.
+
+    Raises:
+      SessionFault: naming the stage that failed, and why.
+    """
+    shape, num_stages = self.cluster.shape, self.cluster.num_stages
+    if num_slots not in shape.slot_buckets or repeats < 1:
+      raise ValueError(
+        f"profile(num_slots={num_slots}, repeats={repeats}): num_slots must be "
+        f"one of {shape.slot_buckets}, repeats at least 1"
+      )
+    laps = calibration_laps(shape, num_slots=num_slots, repeats=repeats)
+    elapsed_s: dict[int, float] = {}
+    spans: list[list[Any]] = []
+    with self._use():
+      for lap in laps:
+        data = wire.encode_run(lap.run)
+        start_s = time.monotonic()
+        arrival_s = await self.launch(data)
+        source, frame = await self._take(self.lap_deadline_s, "no verdict")
+        if frame.kind != Kind.RETURNED:
+          raise proto.fault_of(frame, source.peer)
+        elapsed_s[lap.run.run_id] = time.monotonic() - start_s
+        spans.append(["hop 0", "", start_s, arrival_s, lap.run.run_id])
+      remote, _ = await self._collect()
+    seconds = stage_seconds(
+      laps,
+      spans=spans + remote,
+      elapsed_s=elapsed_s,
+      num_stages=num_stages,
+      is_emulated=self._hops is not None,
+    )
+    return [
+      [seconds[bucket][i] for bucket in shape.row_buckets]
+      for i in range(num_stages)
+    ]
 
   async def run(
     self,
