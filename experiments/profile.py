@@ -4,9 +4,9 @@
 Spawns the ring's stage processes, all loaded, and times each stage on its own:
 back to back (the columns of the stages), and as it is in a lap, where threads
 have slept and caches are cold (`in a lap`: what tree sizes are computed from,
-kept in `profile-DTYPE.json`). Picks the dtype with the fastest plain step, and
-the smallest row bucket whose logits are bit-equal to the larger ones'. Keeps the
-choice for `experiments.decode`. Last line: `dtype=… smallest_bucket=…
+kept in `profile-DTYPE.json`). Picks the dtype with the fastest plain step and
+the smallest row bucket whose logits are bit-equal to the larger ones', and
+keeps both for `experiments.decode`. Last line: `dtype=… smallest_bucket=…
 step_ms=… ratio=… products_ratio=…`, where `ratio` is the whole model's time for
 the largest bucket over that for the smallest, back to back, and
 `products_ratio` the same of the model's matrix products alone.
@@ -52,6 +52,7 @@ class Profile:
     repeats: timed calls per bucket and stage.
     rounds: times that the whole ring is measured; medians are taken.
     codec: of the links between stages.
+    exact: attention and norms in float64 (docs/performance.md).
     out: run directory.
   """
 
@@ -63,6 +64,7 @@ class Profile:
   repeats: int = 9
   rounds: int = 3
   codec: str = "raw:bf16"
+  exact: bool = True
   out: pathlib.Path | None = None
 
 
@@ -107,7 +109,9 @@ async def measure(
     dtype=dtype,
     codec=settings.codec,
     shape=StageShape(
-      row_buckets=settings.row_buckets, slot_buckets=(settings.num_slots,)
+      row_buckets=settings.row_buckets,
+      slot_buckets=(settings.num_slots,),
+      exact=settings.exact,
     ),
   )
   here = directory / dtype
