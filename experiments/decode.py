@@ -221,10 +221,12 @@ async def decode(settings: Decode) -> dict[str, Any]:
       title=f"{settings.schedule}, {settings.speculate.drafter}",
       world=settings.world,
     )
-    _report.show(
+    tables = (
       _report.per_prompt_table(arms, [f"{p.category} {p.id}" for p in prompts]),
       _report.comparison_table(arms),
     )
+    _report.show(*tables)
+    (directory / "summary.txt").write_text(_report.to_text(*tables))
     figures = figures_of(plain, speculative)
     _rundir.write_json(
       directory / "result.json",

@@ -55,7 +55,7 @@ def test_last_line_and_run_directory(ring):
   assert names >= {
     *("result.json", "plain.json", "profile.json", "timeline.png"),
     *("trace-plain.json", "trace-speculative.json", "cluster.toml"),
-    *("stage-0.log", "stage-1.log"),
+    *("stage-0.log", "stage-1.log", "summary.txt"),
   }
   result = json.loads((directory / "result.json").read_text())
   assert result["config"]["max_new_tokens"] == 16
