@@ -26,6 +26,8 @@ def ring_identity(session: Session) -> dict[str, Any]:
       "rollback": cluster.rollback,
       "row_buckets": list(cluster.shape.row_buckets),
       "slot_buckets": list(cluster.shape.slot_buckets),
+      "cache_dtype": cluster.shape.cache_dtype,
+      "exact": cluster.shape.exact,
       "layers": [list(stage.layers) for stage in cluster.stages],
     },
     "links": dataclasses.asdict(settings.links) if settings.emulate else None,

@@ -170,7 +170,10 @@ def make_cluster(settings: Decode) -> Cluster:
     dtype=dtype,
     codec=ring.codec,
     shape=StageShape(
-      row_buckets=tuple(buckets), slot_buckets=ring.slot_buckets
+      row_buckets=tuple(buckets),
+      slot_buckets=ring.slot_buckets,
+      cache_dtype=ring.cache_dtype,
+      exact=ring.exact,
     ),
     verifier=ring.verifier,
     rollback=ring.rollback,

@@ -23,6 +23,9 @@ class RingSettings:
     row_buckets: rows per compiled program; empty for what
       `experiments.profile` chose, else 8, 16, 32, 64.
     slot_buckets: cache sizes; the last is the capacity.
+    cache_dtype: dtype of cached keys and values.
+    exact: attention and norms in float64: logits do not depend on slots, run
+      splits or buckets (docs/exactness.md).
     verifier: `race` (temperature 0 is greedy there too) or `greedy` alone.
     rollback: how stages take back what was not accepted.
     peer_deadline_s: silence after which a stage counts as lost.
@@ -34,6 +37,8 @@ class RingSettings:
   codec: str = "raw:bf16"
   row_buckets: tuple[int, ...] = ()
   slot_buckets: tuple[int, ...] = (256, 512, 1024, 2048)
+  cache_dtype: Literal["float32", "bfloat16"] = "float32"
+  exact: bool = True
   verifier: Literal["race", "greedy"] = "race"
   rollback: Literal["mask"] = "mask"
   peer_deadline_s: float = 10.0

@@ -237,7 +237,14 @@ async def decode(settings: Decode) -> dict[str, Any]:
         "profile": json.loads(session.profile.to_json()),
         "figures": figures,
         "arms": {
-          arm.name: _report.arm_figures(arm, plain) | {"outcomes": arm.outcomes}
+          arm.name: _report.arm_figures(arm, plain)
+          | {
+            "outcomes": arm.outcomes,
+            "texts": [
+              cut(tokenizer.decode(o.tokens), settings.stop)
+              for o in arm.outcomes
+            ],
+          }
           for arm in arms
         },
       },

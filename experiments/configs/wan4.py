@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """The demo: SmolLM2-135M-Instruct cut into four stages, a lap of 200 ms.
 
-Source: our own set-up, four hosts with 50 ms of round-trip time per link and
-100 Mbps, the middle of the grid in `../../docs/laps.md`.
+Source: our own set-up, five hops of 40 ms one way at 100 Mbps, the middle of
+the grid of `python -m experiments.study laps`.
 
 Command: `python -m experiments.decode --config wan4` (what `make demo` runs)
-Hardware: 2 CPU cores; about 2.5 minutes once installed.
+Hardware: 2 CPU cores; about 4 minutes once installed.
 Expected: tokens equal to plain decoding on every prompt, a speed-up above 1.3.
 """
 
@@ -18,5 +18,5 @@ def get_config() -> Decode:
     ring=RingSettings(stages=4),
     links=Links(lap_ms=200.0, mbps=100.0),
     speculate=Speculate(drafter="suffix", max_nodes=63, size="sized"),
-    max_new_tokens=96,
+    max_new_tokens=72,
   )

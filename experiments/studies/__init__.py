@@ -1,1 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
+"""Studies, one module each: `python -m experiments.study NAME`."""
