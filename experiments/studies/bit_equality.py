@@ -38,7 +38,7 @@ class Config:
   row_buckets: tuple[int, ...] = (8, 16, 32, 64)
   num_slots: tuple[int, ...] = (256, 1024)
   num_tokens: int = 192
-  prompts: int = 3
+  prompts: int = 1
   quick: bool = False
   out: pathlib.Path | None = None
 
