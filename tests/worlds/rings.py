@@ -7,10 +7,12 @@ import dataclasses
 import gc
 import time
 
+import numpy as np
+
 import drafters
 from wanspec_jax import schedules as sch
 from wanspec_jax import wire
-from wanspec_jax.messages import Sampling
+from wanspec_jax.messages import Open, Run, Sampling
 from wanspec_jax.worlds import (
   Cluster,
   Driver,
@@ -246,3 +248,40 @@ def without(cluster, *names):
       for host, port in zip(cluster.stages, ports, strict=True)
     ),
   )
+
+
+def chain_run(
+  *, run_id=0, num_rows=3, sequence=0, opens=True, ids=None, parents=None
+):
+  """Returns a run of a chain, or of anything else that is asked for."""
+  ids = list(range(num_rows)) if ids is None else ids
+  parents = [max(i - 1, 0) for i in ids] if parents is None else parents
+  return Run(
+    run_id=run_id,
+    opens=(Open(sequence=sequence, sampling=Sampling()),) if opens else (),
+    sequences=np.full(len(ids), sequence, np.int32),
+    ids=np.asarray(ids, np.int64),
+    parents=np.asarray(parents, np.int64),
+    tokens=np.zeros(len(ids), np.int32),
+    committed=np.zeros(len(ids), bool),
+  )
+
+
+def control(**fields):
+  """Returns a CONTROL frame."""
+  return wire.encode_control(wire.Kind.CONTROL, fields)
+
+
+@contextlib.asynccontextmanager
+async def fake_next(handler, **settings):
+  """Yields a cluster of three whose middle stage runs `handler(channel)`."""
+  cluster = cluster_of(
+    3, **{"peer_deadline_s": 0.5, "start_deadline_s": 1.0} | settings
+  )
+  there = cluster.stages[1]
+  first, _, last = recorded(3)
+  async with (
+    listening(server_of(first, cluster, 0), server_of(last, cluster, 2)),
+    await wire.listen(handler, port=there.port),
+  ):
+    yield cluster
