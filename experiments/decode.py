@@ -132,7 +132,7 @@ async def run_arm(
   outcomes: list[Outcome] = []
   counter = wire.ByteCounter()
   spans: list[Span] = []
-  shift_s = 0.0
+  shift_s, num_runs = 0.0, 0
   step = session.settings.concurrent
   for low in range(0, len(requests), step):
     batch = requests[low : low + step]
@@ -150,9 +150,14 @@ async def run_arm(
     outcomes += [result.outcomes[i] for i in range(len(batch))]
     counter = counter.merge(result.bytes)
     spans += [
-      s._replace(start_s=s.start_s + shift_s, end_s=s.end_s + shift_s)
+      s._replace(
+        start_s=s.start_s + shift_s,
+        end_s=s.end_s + shift_s,
+        run=s.run + num_runs if s.run >= 0 else s.run,
+      )
       for s in result.spans
     ]
+    num_runs = 1 + max(s.run for s in spans)  # each engine counts from 0
     shift_s = max([shift_s, *(s.end_s for s in spans)])
     if printer is not None:
       printer.end()
@@ -167,14 +172,14 @@ async def run_arm(
 
 async def decode(settings: Decode) -> dict[str, Any]:
   """Runs the experiment and returns the figures of the last line."""
-  directory = settings.out or _rundir.new_run_dir("decode")
-  directory.mkdir(parents=True, exist_ok=True)
   prompts = read_prompts(settings)
   model = settings.ring.model
   if settings.cluster is not None:
     model = Cluster.from_toml(settings.cluster).model
   tokenizer = models.load_tokenizer(model)
   requests = make_requests(settings, prompts, tokenizer)
+  directory = settings.out or _rundir.new_run_dir("decode")
+  directory.mkdir(parents=True, exist_ok=True)
   longest = max(len(r.prompt) + r.max_new_tokens for r in requests)
   async with open_session(
     settings, directory, max_length=longest * settings.concurrent
