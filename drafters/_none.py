@@ -24,8 +24,8 @@ def none() -> Drafter:
     del params, prompt, request_key
     return None
 
-  def expand(state, anchors, budget):
-    del anchors, budget
+  def expand(state, anchors, budget, levels=None):
+    del anchors, budget, levels
     return state, Nodes(
       np.zeros(0, np.int32), np.zeros(0, np.int32), np.zeros(0, np.float32)
     )

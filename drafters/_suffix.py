@@ -230,19 +230,25 @@ def suffix(
     text.start(prompt)
     return text
 
-  def expand(state, anchors: Sequence[Anchor], budget: int):
+  def expand(
+    state,
+    anchors: Sequence[Anchor],
+    budget: int,
+    levels: int | None = None,
+  ):
     store = state.main
+    deepest = max_length if levels is None else levels
     taken = {anchor.path for anchor in anchors}
     # (-log reach, creation order, log P, token, parent): ties go to the older.
     heap: list[tuple[float, int, float, int, _Place]] = []
     made = 0
-    levels: dict[Context, _Level] = {}
+    known: dict[Context, _Level] = {}
 
     def push_children(place: _Place):
       nonlocal made
       if place.depth >= place.max_length or not stops.isdisjoint(place.path):
         return
-      prob = followers(store, place, levels)
+      prob = followers(store, place, known)
       if shape == "chain":
         prob = dict(list(prob.items())[:1])
       for token, p in prob.items():
@@ -263,7 +269,9 @@ def suffix(
       for token in anchor.path:
         cursor = store.advance(cursor, token)
       match = next((c.length for c in store.contexts(cursor)), 0)
-      longest = math.ceil(min(max_spec_factor * (match + 1), max_length))
+      longest = min(
+        math.ceil(min(max_spec_factor * (match + 1), max_length)), deepest
+      )
       push_children(_Place(row, cursor, anchor.path, 0, longest, 0.0))
 
     tokens: list[int] = []

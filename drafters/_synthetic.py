@@ -176,7 +176,13 @@ def synthetic(
     del params, prompt, request_key
     return _Progress()
 
-  def expand(state, anchors: Sequence[Anchor], budget: int):
+  def expand(
+    state,
+    anchors: Sequence[Anchor],
+    budget: int,
+    levels: int | None = None,
+  ):
+    deepest = max_depth if levels is None else min(levels, max_depth)
     # (-log reach, creation order, log a, token, parent row, position, depths
     # from the root and the anchor, whether the path is the recorded one).
     heap: list[tuple[float, int, float, int, int, int, int, bool]] = []
@@ -184,7 +190,7 @@ def synthetic(
 
     def push_children(row, position, depth, grown, on_path, log_reach):
       nonlocal made
-      if grown == max_depth:
+      if grown >= deepest:
         return
       for token, a in children(position, depth + 1, on_path):
         made += 1

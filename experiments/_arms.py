@@ -13,7 +13,7 @@ import trees
 from wanspec_jax import codecs, models, wire
 from wanspec_jax import schedules as sch
 from wanspec_jax.base import Drafter
-from wanspec_jax.links import Ring, StageProfile, hop_bytes_model, lap_model
+from wanspec_jax.links import Ring, StageProfile, hop_bytes_model
 from wanspec_jax.messages import Sampling
 from wanspec_jax.worlds import Cluster, Driver
 
@@ -150,12 +150,12 @@ def make_size(
   return lambda gains, lap_s: min(count, len(gains))
 
 
-def lap_seconds(
+def ring_costs(
   cluster: Cluster, links: Links, profile: StageProfile
-) -> Callable[[int], float]:
-  """Returns the modelled time of a lap by number of rows."""
+) -> sch.Costs:
+  """Returns what runs and drafts cost on the ring."""
   width = models.load_config(cluster.model).hidden_size
-  return lap_model(
+  return sch.Costs.of_ring(
     links.ring(cluster.num_stages),
     profile,
     hop_bytes_model(
@@ -165,6 +165,8 @@ def lap_seconds(
       header_bytes=_HEADER_BYTES,
       verdict_bytes=_VERDICT_BYTES,
     ),
+    max_rows=cluster.shape.max_rows,
+    draft=sch.DraftCosts(per_node_s=profile.draft_s_per_node),
   )
 
 
@@ -189,7 +191,7 @@ DRAFT_S_PER_NODE = 2.5e-5
 def make_driver(
   *,
   cluster: Cluster,
-  lap_s: Callable[[int], float],
+  costs: sch.Costs,
   settings: Speculate,
   drafter: Drafter,
   on_emit: Callable[[int, tuple[int, ...]], None] | None = None,
@@ -200,7 +202,7 @@ def make_driver(
   policy = sch.lockstep(make_size(settings), max_nodes=max_nodes)
   engine = sch.init(
     policy,
-    sch.Costs(lap_s=lap_s, max_rows=shape.max_rows),
+    costs,
     capacity=shape.capacity,
     prefill_rows=shape.max_rows,
   )

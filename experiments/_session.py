@@ -59,11 +59,11 @@ class Session:
     self.tokenizer = models.load_tokenizer(cluster.model)
     self.vocab_size = models.load_config(cluster.model).vocab_size
     self._world = world
-    self._lap_s = _arms.lap_seconds(cluster, settings.links, profile)
+    self.costs = _arms.ring_costs(cluster, settings.links, profile)
 
   def lap_s(self, num_rows: int) -> float:
     """Returns the modelled lap of a run of that many rows."""
-    return self._lap_s(num_rows)
+    return self.costs.lap_s(num_rows)
 
   async def run(
     self, driver: Driver, requests: Sequence[sch.Request]
@@ -84,7 +84,7 @@ class Session:
     """Returns a fresh engine and drafter."""
     return _arms.make_driver(
       cluster=self.cluster,
-      lap_s=self._lap_s,
+      costs=self.costs,
       settings=speculate,
       drafter=_arms.make_drafter(
         speculate,

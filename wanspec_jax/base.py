@@ -52,10 +52,15 @@ class DrafterInit(Protocol):
 
 class DrafterExpand(Protocol):
   def __call__(
-    self, state: Any, anchors: Sequence[Anchor], budget: int
+    self,
+    state: Any,
+    anchors: Sequence[Anchor],
+    budget: int,
+    levels: int | None = None,
   ) -> tuple[Any, Nodes]:
     """Returns at most `budget` nodes below the anchors, best first among those
-    whose parents are listed already."""
+    whose parents are listed already; none deeper than `levels` below its
+    anchor. A drafter that runs a model pays one forward pass per level."""
     ...
 
 

@@ -105,6 +105,27 @@ class Run:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class Cancel:
+  """Nodes that a commit has killed, sent against the flow to meet the work.
+
+  A stage that has not begun a row of these drops it: the row is not computed
+  and does not travel on, while the run's header does, so that order is kept.
+  Only an economy: a stage that never hears of it computes rows that nobody will
+  walk.
+
+  Attributes:
+    epoch: of the runs meant.
+    before_run: no run from this id on carries any of the nodes, so whoever
+      remembers them may forget them there.
+    nodes: `(sequence, ids)` of the dead, at most one entry per sequence.
+  """
+
+  epoch: int = 0
+  before_run: int
+  nodes: tuple[tuple[int, tuple[int, ...]], ...]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Verdict:
   """The tail's word on one sequence of a run.
 
@@ -130,7 +151,11 @@ class Verdict:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Returned:
-  """What comes back from the tail for each run, in launch order."""
+  """What comes back from the tail for each run, in launch order.
+
+  A run whose rows were all dropped on the way returns as well: a header keeps
+  the order.
+  """
 
   run_id: int
   epoch: int = 0

@@ -138,7 +138,7 @@ async def _measure(config: Config, cluster: Cluster) -> list[Point]:
           # The machine drifts: what the stages take now counts as well.
           after = await _profile(config, cluster, ring)
           modelled_s = statistics.mean(
-            _arms.lap_seconds(cluster, links, profile)(rows)
+            _arms.ring_costs(cluster, links, profile).lap_s(rows)
             for profile in (before, after)
           )
           before = after
@@ -193,7 +193,10 @@ async def _laps(
     vocab_size=models.load_config(config.model).vocab_size,
   )
   driver = _arms.make_driver(
-    cluster=cluster, lap_s=lambda n: 1.0, settings=settings, drafter=drafter
+    cluster=cluster,
+    costs=sch.Costs.constant(1.0, max_rows=cluster.shape.max_rows),
+    settings=settings,
+    drafter=drafter,
   )
   request = sch.Request(
     prompt=tuple(prompt),

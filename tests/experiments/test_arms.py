@@ -59,7 +59,7 @@ def test_byte_model_is_close_to_real_frames(cluster, num_rows):
     + 2 * frame_bytes(num_rows, payload=bytes(2 * width * num_rows))
     + len(wire.encode_returned(Returned(run_id=300, verdicts=(verdict,))))
   )
-  modelled = _arms.lap_seconds(cluster, links, nothing)(num_rows)
+  modelled = _arms.ring_costs(cluster, links, nothing).lap_s(num_rows)
   assert modelled == pytest.approx(real, rel=0.02)
 
 

@@ -75,13 +75,13 @@ def test_text_is_streamed(ring):
 
 
 def test_virtual_world_decodes_the_same_in_as_many_laps(ring, tmp_path):
-  """Same profile, both prompts at once: same tokens, same laps per prompt."""
+  """Same profile: same tokens, same laps per prompt."""
   directory, _ = ring
   done = decode(
     *("--stages", "2", "--limit", "2", "--max-new-tokens", "16"),
     *("--lap-ms", "20", "--row-buckets", "8", "32", "--max-nodes", "31"),
     *("--slot-buckets", "256", "--world", "virtual", "--no-plain"),
-    *("--concurrent", "2", "--profile", str(directory / "profile.json")),
+    *("--profile", str(directory / "profile.json")),
     *("--out", str(tmp_path), "--no-stream"),
   )
   assert done.returncode == 0, done.stderr

@@ -56,7 +56,7 @@ def drafter_of(texts, *, right, size, random, log_q=None, vocab=VOCAB):
     assert tuple(prompt) == tuple(texts[request_key][: len(prompt)])
     return {"text": texts[request_key], "done": len(prompt)}
 
-  def expand(state, anchors, budget):
+  def expand(state, anchors, budget, levels=None):
     text, done = state["text"], state["done"]
     rows = [tuple(anchor.path) for anchor in anchors]
     tokens, parents = [], []
@@ -89,7 +89,7 @@ def drafter_of(texts, *, right, size, random, log_q=None, vocab=VOCAB):
 def chain_of(texts, depth):
   """Returns the drafter that is always right, `depth` tokens at a time."""
 
-  def expand(state, anchors, budget):
+  def expand(state, anchors, budget, levels=None):
     text, done = texts[state[0]], state[1]
     assert len(anchors) == 1
     done += len(anchors[0].path)
@@ -113,7 +113,7 @@ def pipelined(random, *, max_in_flight, max_nodes):
   """Returns a policy that does anything allowed: it grows the tree anywhere,
   launches any subset of it in several runs, and hedges at random."""
 
-  def decide(spec, costs, time_s):
+  def decide(spec, pipe, time_s):
     if not spec.drafting and spec.max_new_nodes and random.random() < 0.5:
       known = sorted(spec.nodes)
       picks = random.sample(known, min(len(known), random.randint(1, 2)))
@@ -142,7 +142,7 @@ def pipelined(random, *, max_in_flight, max_nodes):
 
 
 def costs(max_rows):
-  return sch.Costs(lap_s=lambda rows: 1.0, max_rows=max_rows)
+  return sch.Costs.constant(1.0, max_rows=max_rows)
 
 
 class Recorder:
@@ -152,6 +152,9 @@ class Recorder:
     self.stage = stage
     self.used = {}
     self.rows = {}
+
+  def cancel(self, cancel):
+    self.stage.cancel(cancel)
 
   def process(self, run, payload=None):
     out = self.stage.process(run, payload)
@@ -190,6 +193,7 @@ class Session:
   stages: list
   expected_used: dict
   emitted: dict
+  cancelled: bool = False
 
 
 def play(driver, stages, requests, random, *, aborts=()):
@@ -207,20 +211,25 @@ def play(driver, stages, requests, random, *, aborts=()):
   """
   hops = [collections.deque() for _ in range(len(stages) + 1)]
   waiting = collections.deque(enumerate(requests))
-  drafts, aborts = [], list(aborts)
+  drafts, back, aborts = [], [], list(aborts)
   session = Session(driver, stages, {}, collections.defaultdict(list))
   driver._on_emit = lambda s, tokens: session.emitted[s].extend(tokens)
 
   def hear(event):
-    runs, asked = driver.handle(event)
-    hops[0].extend((run, None) for run in runs)
-    drafts.extend(driver.draft(action, 0.0) for action in asked)
-    if runs:
-      session.expected_used[runs[-1].run_id] = slots_by_engine(driver.engine)
+    work = driver.handle(event)
+    hops[0].extend((run, None) for run in work.runs)
+    drafts.extend(driver.draft(action, 0.0) for action in work.drafts)
+    back.extend((len(stages), cancel) for cancel in work.cancels)
+    session.cancelled |= bool(work.cancels)
+    if work.runs:
+      session.expected_used[work.runs[-1].run_id] = slots_by_engine(
+        driver.engine
+      )
 
   for _ in range(100_000):
     moves = [("hop", i) for i, hop in enumerate(hops) if hop]
     moves += [("draft", i) for i in range(len(drafts))]
+    moves += [("cancel", i) for i in range(len(back))]
     moves += [("submit", 0)] if waiting else []
     known = [s for s in aborts if s < len(requests) - len(waiting)]
     moves += [("abort", s) for s in known if random.random() < 0.1]
@@ -237,6 +246,11 @@ def play(driver, stages, requests, random, *, aborts=()):
       case ("abort", s):
         aborts.remove(s)
         hear(sch.Aborted(time_s=0.0, sequence=s))
+      case ("cancel", i):
+        place, cancel = back.pop(i)
+        stages[place - 1].cancel(cancel)
+        if place > 1:
+          back.append((place - 1, cancel))
       case ("hop", i) if i < len(stages):
         out = stages[i].process(*hops[i].popleft())
         hops[i + 1].append((out.message, out.payload))

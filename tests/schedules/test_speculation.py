@@ -66,6 +66,7 @@ def test_random_trees_and_commits(random):
       above = alive.get(path[:-1])
       if alive[path] is None and above is not None and random.random() < 0.6:
         alive[path] = paths[path].run = run
+        spec.num_launched += 1
     # The tail's verdict: found nodes were launched; the last is free.
     new = []
     text = tuple(spec.tokens)
@@ -80,10 +81,11 @@ def test_random_trees_and_commits(random):
       new.append(random.choice(sorted(children)))
     new.append(random.randrange(4))
     ids_before = {p: node.id for p, node in paths.items()}
-    path = commit_tokens(spec, tuple(new))
+    path, dead_nodes = commit_tokens(spec, tuple(new))
     text = (*text, *new)
     dead = [p for p in alive if p != text[: len(p)] and p[: len(text)] != text]
     held += sum(alive[p] is not None for p in dead)
+    assert len(dead_nodes) == sum(alive[p] is not None for p in dead)
     alive = {p: r for p, r in alive.items() if p[: len(text)] == text}
     alive.setdefault(text, None)
     assert tuple(spec.tokens) == text and spec.path(spec.root) == ()

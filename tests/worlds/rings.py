@@ -139,7 +139,7 @@ def driver_of(
   )
   engine = sch.init(
     policy,
-    sch.Costs(lap_s=lambda rows: 1.0 + 0.001 * rows, max_rows=shape.max_rows),
+    sch.Costs.constant(1.0, max_rows=shape.max_rows),
     capacity=shape.capacity,
     prefill_rows=shape.max_rows,
   )

@@ -212,9 +212,10 @@ def test_bytes_of_each_run_are_its_own():
       first, second = [
         (await ring.run(rings.driver_of(), request)).bytes for _ in range(2)
       ]
-      with pytest.raises(ValueError, match="capacity of 128 slots"):
-        long = rings.request_of(5, text=(1,) * 200, prompt=200)
-        await ring.run(rings.driver_of(), [(0.0, long), request[0]])
+      long = rings.request_of(5, text=(1,) * 200, prompt=200)
+      refused = await ring.run(rings.driver_of(), [(0.0, long)])
+      assert refused.outcomes[0].reason == "refused"
+      assert "capacity of 128 slots" in refused.outcomes[0].detail
       assert await rings.decode(ring) == rings.TEXT[3:13]  # still usable
     return first, second
 
@@ -264,9 +265,9 @@ def test_several_runs_in_flight_with_a_drafter_on_its_thread():
     texts, right=0.7, size=lambda budget: min(budget, 3), random=rng
   )
 
-  def slow(state, anchors, budget):
+  def slow(state, anchors, budget, levels=None):
     time.sleep(rng.random() * 0.004)
-    return drafter.expand(state, anchors, budget)
+    return drafter.expand(state, anchors, budget, levels)
 
   async def main():
     stages = rings.recorded(2, served_texts)
@@ -293,10 +294,10 @@ def test_several_runs_in_flight_with_a_drafter_on_its_thread():
 def test_a_drafter_that_fails_or_hangs_ends_the_run():
   release = threading.Event()
 
-  def broken(state, anchors, budget):
+  def broken(state, anchors, budget, levels=None):
     raise ArithmeticError("no such node")
 
-  def hanging(state, anchors, budget):
+  def hanging(state, anchors, budget, levels=None):
     release.wait(10)
     return state, Nodes(
       np.zeros(0, np.int32), np.zeros(0, np.int32), np.zeros(0, np.float32)

@@ -342,7 +342,7 @@ def test_runs_without_rows_pass(pair, whole, texts):
   for stage in (*pair, whole):
     stage.reset()
   run = _run([], run_id=4)
-  assert pair[0].process(run) == (run, b"")
+  assert pair[0].process(run) == (run, b"", 0)
   assert pair[1].process(run, b"").message == Returned(run_id=4)
   whole.process(_run(_prompt_rows(1, texts), opens=(1,), commits=[(1, 0)]))
   assert whole.process(_run([], closes=(1,))).message == Returned(run_id=0)

@@ -5,7 +5,7 @@ import dataclasses
 from collections.abc import Callable, Sequence
 
 from wanspec_jax.base import Anchor, Nodes
-from wanspec_jax.messages import Returned, Run, Sampling
+from wanspec_jax.messages import Cancel, Returned, Run, Sampling
 from wanspec_jax.metrics import RoundRecord
 
 
@@ -43,6 +43,9 @@ class Request:
     sampling: how the target draws.
     stop: when the text ends early.
     log_probs: report each token's log-probability and margin.
+    emitted: tokens that an earlier session emitted already: decoding goes on
+      behind them, as if it had never stopped. They count against the budget and
+      may hold the beginning of a stop string, and are not emitted again.
   """
 
   prompt: tuple[int, ...]
@@ -50,6 +53,7 @@ class Request:
   sampling: Sampling = dataclasses.field(default_factory=Sampling)
   stop: Stop = dataclasses.field(default_factory=Stop)
   log_probs: bool = False
+  emitted: tuple[int, ...] = ()
 
   def __post_init__(self):
     if not self.prompt:
@@ -57,6 +61,11 @@ class Request:
     if self.max_new_tokens < 0:
       raise ValueError(
         f"Request.max_new_tokens = {self.max_new_tokens}: must be >= 0"
+      )
+    if len(self.emitted) > self.max_new_tokens:
+      raise ValueError(
+        f"Request.emitted has {len(self.emitted)} tokens: must be at most "
+        f"max_new_tokens = {self.max_new_tokens}"
       )
 
 
@@ -78,7 +87,7 @@ class Drafted:
 
   time_s: float
   sequence: int
-  root: int
+  ticket: int
   anchors: tuple[Anchor, ...]
   nodes: Nodes
 
@@ -99,7 +108,25 @@ class Aborted:
   sequence: int
 
 
-Event = Submitted | Drafted | Arrived | Aborted
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Woke:
+  """The time came that a `Wake` asked for."""
+
+  time_s: float
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Faulted:
+  """The ring broke and stands again, empty: what was in flight is lost.
+
+  Every sequence goes on from its committed tokens, which are replayed under a
+  new epoch; draws are addressed by position, so the text is the same.
+  """
+
+  time_s: float
+
+
+Event = Submitted | Drafted | Arrived | Aborted | Woke | Faulted
 
 
 # Actions --------------------------------------------------------------------
@@ -107,12 +134,14 @@ Event = Submitted | Drafted | Arrived | Aborted
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Draft:
-  """Ask the drafter for at most `budget` nodes below the anchors."""
+  """Ask the drafter for at most `budget` nodes below the anchors, none deeper
+  than `levels` below its anchor; the answer bears the `ticket`."""
 
   sequence: int
-  root: int
+  ticket: int
   anchors: tuple[Anchor, ...]
   budget: int
+  levels: int | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -129,6 +158,20 @@ class Launch:
   """Send a run to the head."""
 
   run: Run
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CancelRows:
+  """Send a cancel against the flow: to the tail first, then up the ring."""
+
+  cancel: Cancel
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Wake:
+  """Send a `Woke` at this time, on the clock of the events."""
+
+  time_s: float
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -151,11 +194,14 @@ class Admit:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Finish:
-  """A sequence ended: `stop` (id), `stop_string`, `length`, or `aborted`."""
+  """A sequence ended: `stop` (id), `stop_string`, `length`, `aborted`, or
+  `refused` for what can never be served, with the rule that it breaks.
+  """
 
   sequence: int
   reason: str
   rounds: tuple[RoundRecord, ...] = ()
+  detail: str = ""
 
 
-Action = Draft | Observe | Launch | Emit | Admit | Finish
+Action = Draft | Observe | Launch | CancelRows | Wake | Emit | Admit | Finish

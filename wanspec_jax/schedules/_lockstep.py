@@ -10,14 +10,15 @@ from collections.abc import Callable
 
 import numpy as np
 
-from wanspec_jax.schedules._engine import Costs, Grow, Policy, Send
+from wanspec_jax.schedules._pipe import Pipe
 from wanspec_jax.schedules._speculation import Speculation
+from wanspec_jax.schedules._state import Answer, Grow, Policy, Send
+
+Size = Callable[[np.ndarray, Callable[[int], float]], int]
 
 
 def lockstep(
-  size: Callable[[np.ndarray, Callable[[int], float]], int],
-  *,
-  max_nodes: int,
+  size: Size, *, max_nodes: int, levels: int | None = None
 ) -> Policy:
   """Returns the policy.
 
@@ -28,26 +29,24 @@ def lockstep(
       the `num_nodes` of `trees.best_prefix` for the best tokens per second, or
       a constant.
     max_nodes: drafted nodes per lap, at most; 0 is plain decoding.
+    levels: depth of the drafts, at most: each level costs a drafter that runs a
+      model a forward pass; None for no limit.
   """
   if max_nodes < 0:
     raise ValueError(f"max_nodes = {max_nodes}: must be >= 0")
 
-  def decide(
-    spec: Speculation, costs: Costs, time_s: float
-  ) -> Grow | Send | None:
+  def decide(spec: Speculation, pipe: Pipe, time_s: float) -> Answer:
     del time_s  # one run in flight: nothing to time
     if spec.in_flight or spec.drafting:
       return None
     budget = min(max_nodes, spec.max_new_nodes)
     if budget and spec.remaining > 1 and spec.drafted_root != spec.root:
-      return Grow(anchors=(spec.anchor(spec.root),), budget=budget)
-    candidates = sorted(
-      (-spec.probability(node.id), node.id)
-      for node in spec.unlaunched()
-      if spec.depth(node.id) < spec.remaining
-    )[:budget]
-    gains = -np.asarray([minus_p for minus_p, _ in candidates], np.float64)
-    count = size(gains, costs.lap_s) if len(gains) else 0
-    return Send(ids=tuple(node_id for _, node_id in candidates[:count]))
+      return Grow((spec.anchor(spec.root),), budget, levels)
+    ids = spec.launchable(budget)
+    gains = np.asarray([spec.probability(i) for i in ids], np.float64)
+    count = size(gains, pipe.costs.lap_s) if len(gains) else 0
+    return Send(ids=tuple(ids[:count]))
 
-  return Policy(name="lockstep", decide=decide, max_in_flight=1)
+  return Policy(
+    name="lockstep", decide=decide, max_in_flight=1, keeps_children=True
+  )

@@ -10,6 +10,7 @@ from wanspec_jax.wire._channel import ChannelOptions as ChannelOptions
 from wanspec_jax.wire._channel import sleep_until as sleep_until
 from wanspec_jax.wire._emulation import LinkShaper as LinkShaper
 from wanspec_jax.wire._emulation import ShaperState as ShaperState
+from wanspec_jax.wire._emulation import uniform as uniform
 from wanspec_jax.wire._endpoints import Listener as Listener
 from wanspec_jax.wire._endpoints import connect as connect
 from wanspec_jax.wire._endpoints import listen as listen
@@ -40,3 +41,4 @@ from wanspec_jax.wire._runs import MAX_ROWS as MAX_ROWS
 from wanspec_jax.wire._runs import check_run as check_run
 from wanspec_jax.wire._runs import decode_run as decode_run
 from wanspec_jax.wire._runs import encode_run as encode_run
+from wanspec_jax.wire._varint import encode_varint as encode_varint

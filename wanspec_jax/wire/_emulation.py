@@ -34,11 +34,21 @@ def half_normal(*, seed: int, index: int) -> float:
   `(seed, index)`: NumPy keeps the raw stream of a bit generator fixed across
   versions, which it does not promise for its normal variates.
   """
+  u, v = _uniforms(seed, index)
+  radius = math.sqrt(-2.0 * math.log(u))
+  return abs(radius * math.cos(2.0 * math.pi * v))
+
+
+def uniform(*, seed: int, index: int) -> float:
+  """Returns a number in (0, 1), addressed as `half_normal`'s are."""
+  return _uniforms(seed, index)[0]
+
+
+def _uniforms(seed: int, index: int) -> tuple[float, float]:
   key = np.array([seed, index], np.uint64)
   words = np.random.Philox(key=key).random_raw(2)
   u, v = ((int(word) >> 11) + 0.5 for word in words)  # 53 bits, never 0
-  radius = math.sqrt(-2.0 * math.log(u * 2.0**-53))
-  return abs(radius * math.cos(2.0 * math.pi * v * 2.0**-53))
+  return u * 2.0**-53, v * 2.0**-53
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -2,11 +2,14 @@
 """What every world does with an engine's actions, and what a session yields."""
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from wanspec_jax import schedules as sch
-from wanspec_jax.base import Anchor, Drafter
-from wanspec_jax.messages import Run
+from wanspec_jax.base import Anchor, Drafter, Nodes
+from wanspec_jax.messages import Cancel, Run
 from wanspec_jax.metrics import RoundRecord
 from wanspec_jax.wire import ByteCounter
 
@@ -36,7 +39,9 @@ class Outcome:
   Attributes:
     prompt: its tokens.
     tokens: emitted tokens.
-    reason: `stop`, `stop_string`, `length`, `aborted`; empty while it runs.
+    reason: `stop`, `stop_string`, `length`, `aborted`, `refused`; empty while
+      it runs.
+    detail: why it was refused.
     log_probs: of the emitted tokens, if asked for.
     margins: likewise.
     rounds: one record per verdict.
@@ -56,6 +61,7 @@ class Outcome:
   emitted_s: list[float] = dataclasses.field(default_factory=list)
   admitted_s: float = 0.0
   finished_s: float = 0.0
+  detail: str = ""
 
   @property
   def total_s(self) -> float:
@@ -77,20 +83,45 @@ class SessionResult:
     outcomes: by sequence number.
     spans: who was busy when.
     bytes: every byte by hop and traffic class.
+    num_events: events that the virtual clock handled.
   """
 
   world: str
   outcomes: dict[int, Outcome]
   spans: list[Span]
   bytes: ByteCounter
+  num_events: int = 0
+
+
+class Work(NamedTuple):
+  """What a world has to do after an event, each list in order.
+
+  Attributes:
+    runs: to launch.
+    drafts: to make.
+    cancels: to send against the flow.
+    wakes: times at which the engine wants to be woken.
+  """
+
+  runs: list[Run]
+  drafts: list[sch.Draft]
+  cancels: list[Cancel]
+  wakes: list[float]
+
+
+_NOTHING = Nodes(
+  np.zeros(0, np.int32), np.zeros(0, np.int32), np.zeros(0, np.float32)
+)
 
 
 class Driver:
   """Feeds events to an engine and carries out its actions.
 
-  Not a world: it neither waits nor sends. `handle` returns the runs to send and
-  the drafts to make; the world makes them when its clock says so, through
-  `draft`, and feeds the answer back.
+  Not a world: it neither waits nor sends. `handle` returns what to send and the
+  drafts to make; the world makes them when its clock says so, through `draft`,
+  and feeds the answer back. While a draft is being made its sequence's drafter
+  state is left alone: what is committed meanwhile is told to the drafter once
+  the answer is in. So `draft` may run on another thread.
   """
 
   def __init__(
@@ -105,56 +136,89 @@ class Driver:
     self.outcomes: dict[int, Outcome] = {}
     self._params = drafter_params
     self._states: dict[int, Any] = {}
+    self._drafting: set[int] = set()
+    self._untold: dict[int, list[sch.Observe]] = {}
     self._on_emit = on_emit
+    self.deliver_s: Callable[[float, int], float] | None = None
 
   @property
   def done(self) -> bool:
     return not self.engine.sequences and not self.engine.queue
 
-  def handle(self, event: sch.Event) -> tuple[list[Run], list[sch.Draft]]:
-    """Steps the engine; returns runs to send, in order, and drafts to make."""
+  def handle(self, event: sch.Event) -> "Work":
+    """Steps the engine; returns what the world has to do."""
+    if isinstance(event, sch.Drafted):
+      self._drafting.discard(event.sequence)
+      for told in self._untold.pop(event.sequence, ()):
+        self._observe(told)
     if isinstance(event, sch.Submitted):
       self.outcomes[event.sequence] = Outcome(
         prompt=event.request.prompt, submitted_s=event.time_s
       )
     self.engine, actions = sch.step(self.engine, event)
-    runs, drafts = [], []
+    work = Work([], [], [], [])
     for action in actions:
       match action:
         case sch.Launch(run=run):
-          runs.append(run)
+          work.runs.append(run)
         case sch.Draft():
-          drafts.append(action)
+          work.drafts.append(action)
+          self._drafting.add(action.sequence)
+        case sch.CancelRows(cancel=cancel):
+          work.cancels.append(cancel)
+        case sch.Wake(time_s=time_s):
+          work.wakes.append(time_s)
         case sch.Admit(sequence=sequence, request=request):
           self.outcomes[sequence].admitted_s = event.time_s
-          self._states[sequence] = self.drafter.init(
+          state = self.drafter.init(
             self._params, request.prompt, request.sampling.seed
           )
-        case sch.Observe(sequence=sequence, root=root, tokens=tokens):
-          state = self.drafter.observe(self._states[sequence], tokens)
-          self._states[sequence] = self.drafter.rebase(
-            state, Anchor(id=root, path=tokens)
-          )
+          if request.emitted:
+            state = self.drafter.observe(state, request.emitted)
+            root = len(request.prompt) + len(request.emitted) - 1
+            state = self.drafter.rebase(
+              state, Anchor(id=root, path=request.emitted)
+            )
+          self._states[sequence] = state
+        case sch.Observe(sequence=sequence):
+          if sequence in self._drafting:
+            self._untold.setdefault(sequence, []).append(action)
+          else:
+            self._observe(action)
         case sch.Emit():
           self._emit(action, event.time_s)
         case sch.Finish(sequence=sequence, reason=reason, rounds=rounds):
           outcome = self.outcomes[sequence]
           outcome.reason = reason
+          outcome.detail = action.detail
           outcome.rounds = rounds
           outcome.finished_s = event.time_s
           self._states.pop(sequence, None)
-    return runs, drafts
+          self._untold.pop(sequence, None)
+    return work
+
+  def _observe(self, action: sch.Observe) -> None:
+    state = self.drafter.observe(self._states[action.sequence], action.tokens)
+    self._states[action.sequence] = self.drafter.rebase(
+      state, Anchor(id=action.root, path=action.tokens)
+    )
 
   def draft(self, action: sch.Draft, time_s: float) -> sch.Drafted:
     """Asks the drafter; `time_s` is when the answer is there."""
-    state, nodes = self.drafter.expand(
-      self._states[action.sequence], action.anchors, action.budget
-    )
-    self._states[action.sequence] = state
+    try:
+      state = self._states[action.sequence]
+    except KeyError:  # it ended before the drafter came to it
+      nodes = _NOTHING
+    else:
+      state, nodes = self.drafter.expand(
+        state, action.anchors, action.budget, action.levels
+      )
+      if action.sequence in self._states:
+        self._states[action.sequence] = state
     return sch.Drafted(
       time_s=time_s,
       sequence=action.sequence,
-      root=action.root,
+      ticket=action.ticket,
       anchors=action.anchors,
       nodes=nodes,
     )
@@ -165,6 +229,8 @@ class Driver:
 
   def _emit(self, action: sch.Emit, time_s: float) -> None:
     outcome = self.outcomes[action.sequence]
+    if self.deliver_s is not None:
+      time_s = self.deliver_s(time_s, len(action.tokens))
     outcome.tokens.extend(action.tokens)
     outcome.log_probs.extend(action.log_probs)
     outcome.margins.extend(action.margins)

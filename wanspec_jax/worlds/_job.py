@@ -69,6 +69,8 @@ class Job:
           )
         case "drafted":
           await self._drafted(detail)
+        case "woke":
+          await self._hear(sch.Woke(time_s=self._now_s()))
         case "failed":
           raise detail
         case "frame":
@@ -122,8 +124,8 @@ class Job:
     await self._ring.post("drafted", None, answer)
 
   async def _hear(self, event: sch.Event) -> None:
-    runs, drafts = self._driver.handle(event)
-    for run in runs:
+    work = self._driver.handle(event)
+    for run in work.runs:
       data = wire.encode_run(run)
       handed_s = self._now_s()
       arrival_s = await self._ring.launch(data) - self.start_s
@@ -135,12 +137,18 @@ class Job:
       self.spans.append(
         Span("hop 0", f"{len(data)} B", handed_s, arrival_s, run.run_id)
       )
-    for action in drafts:
+    for action in work.drafts:
       if not self._drafts:
         self._wait_for_draft()
       self._drafts[action.sequence] += 1
       self._ring.is_dirty = True
       self._begin(self._draft(action))
+    for time_s in work.wakes:
+      self._begin(self._wake(time_s))
+
+  async def _wake(self, time_s: float) -> None:
+    await wire.sleep_until(self.start_s + time_s)
+    await self._ring.post("woke", None, None)
 
   def _wait_for_run(self) -> None:
     self._due_s = time.monotonic() + self._ring.lap_deadline_s

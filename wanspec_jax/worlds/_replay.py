@@ -7,8 +7,13 @@ from typing import Any
 import numpy as np
 
 from wanspec_jax.base import Rollback
-from wanspec_jax.messages import Returned, Run
-from wanspec_jax.rollback import apply_riders, mask_rollback, place_rows
+from wanspec_jax.messages import Cancel, Returned, Run
+from wanspec_jax.rollback import (
+  Cancelled,
+  apply_riders,
+  mask_rollback,
+  place_rows,
+)
 from wanspec_jax.verify._tail import TailSequence, conclude, plan_walks
 from wanspec_jax.worlds._stage import Output
 
@@ -40,12 +45,23 @@ class ReplayStage:
     self._row_bytes = row_bytes
     self._texts = texts
     self._rollback = rollback or mask_rollback()
-    self._slots = self._rollback.init(capacity)
+    self._capacity = capacity
+    self.reset()
+
+  def reset(self) -> None:
+    """Forgets every sequence: the start of a session."""
+    self._slots = self._rollback.init(self._capacity)
+    self._cancelled = Cancelled()
     self._tail: dict[int, TailSequence] = {}
+
+  def cancel(self, cancel: Cancel) -> None:
+    """Notes nodes whose rows need not be computed any more."""
+    self._cancelled.add(cancel)
 
   def process(self, run: Run, payload: Any = None) -> Output:
     """Applies what rides on the run; draws from the texts on the last stage."""
     del payload
+    run, _ = self._cancelled.filter(run)
     state = apply_riders(self._rollback, self._slots, run)
     self._slots, slots = place_rows(self._rollback, state, run)
     positions = self._rollback.positions(self._slots, slots)
@@ -54,7 +70,9 @@ class ReplayStage:
     for opened in run.opens:
       self._tail[opened.sequence] = TailSequence(open=opened)
     if self._texts is None:
-      return Output(run, bytes((self._row_bytes or 0) * run.num_rows))
+      return Output(
+        run, bytes((self._row_bytes or 0) * run.num_rows), run.num_rows
+      )
     verdicts = []
     for plan in plan_walks(self._tail, run, positions):
       text = self._texts[plan.sequence]
@@ -88,4 +106,5 @@ class ReplayStage:
     return Output(
       Returned(run_id=run.run_id, epoch=run.epoch, verdicts=tuple(verdicts)),
       None,
+      run.num_rows,
     )

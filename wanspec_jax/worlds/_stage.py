@@ -12,6 +12,7 @@ import numpy as np
 
 from wanspec_jax.base import Codec, Rollback
 from wanspec_jax.messages import (
+  Cancel,
   Commit,
   Open,
   Returned,
@@ -21,7 +22,7 @@ from wanspec_jax.messages import (
 )
 from wanspec_jax.models import ModelConfig, StageParams
 from wanspec_jax.models import _decoder as decoder
-from wanspec_jax.rollback import apply_riders, place_rows
+from wanspec_jax.rollback import Cancelled, apply_riders, place_rows
 from wanspec_jax.verify import Verifier, sampling_arrays
 from wanspec_jax.verify._tail import (
   TailSequence,
@@ -85,10 +86,17 @@ class StageShape:
 
 
 class Output(NamedTuple):
-  """What a stage passes on: a run with its payload, or the tail's answer."""
+  """What a stage passes on: a run with its payload, or the tail's answer.
+
+  Attributes:
+    message: see above.
+    payload: hidden states of the run's rows.
+    num_rows: rows that were computed: what came in, cancelled rows apart.
+  """
 
   message: Run | Returned
   payload: bytes | None
+  num_rows: int
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -142,6 +150,7 @@ class Stage:
   def reset(self) -> None:
     """Forgets every sequence: the start of a session."""
     self._slots = self.rollback.init(self.shape.capacity)
+    self._cancelled = Cancelled()
     self._tail: dict[int, TailSequence] = {}
     self._cache = decoder.init_cache(
       self.config,
@@ -199,32 +208,40 @@ class Stage:
 
   # Host half. ----------------------------------------------------------------
 
+  def cancel(self, cancel: Cancel) -> None:
+    """Notes nodes whose rows need not be computed any more."""
+    self._cancelled.add(cancel)
+
   def process(self, run: Run, payload: Any = None) -> Output:
     """Applies what rides on a run, runs its rows, returns what to pass on.
 
+    Cancelled rows are dropped: they take no slot and do not travel on.
+
     Args:
-      run: as launched; the same object goes on to the next stage.
+      run: as it came; without dropped rows the same object goes on.
       payload: hidden states from the previous stage, packed by `codec_in`.
 
     Raises:
       ValueError, KeyError, RuntimeError: the peer broke a rule; the message
         names it.
     """
+    sent_rows = run.num_rows
+    run, keep = self._cancelled.filter(run)
     self._apply_riders(run)
     if run.num_rows == 0:
       if self.is_last:
-        return Output(Returned(run_id=run.run_id, epoch=run.epoch), None)
-      return Output(run, b"")
-    hidden, positions = self._layers(run, payload)
+        return Output(Returned(run_id=run.run_id, epoch=run.epoch), None, 0)
+      return Output(run, b"", 0)
+    hidden, positions = self._layers(run, payload, sent_rows, keep)
     if not self.is_last:
       assert self.codec_out is not None
-      return Output(
-        run, self.codec_out.pack(jax.device_get(hidden), run.num_rows)
-      )
+      packed = self.codec_out.pack(jax.device_get(hidden), run.num_rows)
+      return Output(run, packed, run.num_rows)
     verdicts = self._verdicts(run, hidden, positions)
     return Output(
       Returned(run_id=run.run_id, epoch=run.epoch, verdicts=tuple(verdicts)),
       None,
+      run.num_rows,
     )
 
   def _apply_riders(self, run: Run) -> None:
@@ -251,7 +268,9 @@ class Stage:
     if grows or shrinks:
       self._cache = decoder.resize_cache(self._cache, self.config, bucket)
 
-  def _layers(self, run: Run, payload: Any) -> tuple[Any, np.ndarray]:
+  def _layers(
+    self, run: Run, payload: Any, sent_rows: int, keep: np.ndarray | None
+  ) -> tuple[Any, np.ndarray]:
     self._slots, slots = place_rows(self.rollback, self._slots, run)
     positions = self.rollback.positions(self._slots, slots)
     self._fit_cache(int(slots.max()) + 1)
@@ -262,9 +281,13 @@ class Stage:
       self._check_tokens(run)
       x = np.pad(run.tokens, (0, extra))
     else:
+      sent = self.shape.row_bucket(sent_rows)
       x = self.codec_in.unpack(
-        payload, run.num_rows, self.config.hidden_size, bucket
+        payload, sent_rows, self.config.hidden_size, sent
       )
+      if keep is not None:  # padding is whatever row: nobody sees it
+        rows = np.pad(keep, (0, extra), mode="edge")
+        x = jax.tree.map(lambda column: column[rows], x)
     mask = np.zeros((bucket, num_slots), bool)
     mask[: run.num_rows] = self.rollback.mask(self._slots, slots, num_slots)
     out, self._cache, self._states = self._run_layers(

@@ -1,54 +1,76 @@
 # SPDX-License-Identifier: Apache-2.0
 """The virtual world: an event clock, modelled times, real or replayed tokens.
 
-The frames are the real ones, encoded and counted byte for byte; their times on
-the links come from the shapers that the sockets world emulates its links with.
+The frames are the real ones, counted byte for byte; their times on the links
+come from the shapers that the sockets world emulates its links with.
 """
 
+import collections
 import dataclasses
 import heapq
 import itertools
+import math
 from collections.abc import Sequence
 from typing import Any, Protocol
 
 from wanspec_jax import schedules as sch
 from wanspec_jax import wire
 from wanspec_jax.links import StageProfile
-from wanspec_jax.messages import Returned, Run
+from wanspec_jax.messages import Cancel, Returned, Run
 from wanspec_jax.worlds._driver import Driver, SessionResult, Span
 from wanspec_jax.worlds._stage import Output
+from wanspec_jax.worlds._weather import Kill, Weather
+
+# Bytes of a cancel: frame prefix, epoch, run and sequence, then ids as deltas.
+_CANCEL_BYTES = 10
 
 
 class StageLike(Protocol):
   """What stands at a position of the ring: a `Stage`, or a replayed one."""
 
   def process(self, run: Run, payload: Any = None) -> Output: ...
+  def cancel(self, cancel: Cancel) -> None: ...
+  def reset(self) -> None: ...
 
 
-class _Clock:
-  """An event heap; events of equal time keep the order of their posting."""
-
-  def __init__(self) -> None:
-    self.now_s = 0.0
-    self._heap: list[tuple[float, int, Any]] = []
-    self._count = itertools.count()
-
-  def post(self, time_s: float, what: Any) -> None:
-    heapq.heappush(self._heap, (time_s, next(self._count), what))
-
-  def pop(self) -> Any:
-    self.now_s, _, what = heapq.heappop(self._heap)
-    return what
-
-  def __bool__(self) -> bool:
-    return bool(self._heap)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, slots=True)
 class _Frame:
+  """Something that travels down the ring."""
+
   hop: int
   message: Run | Returned
-  payload: bytes | None
+  payload: Any
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Done:
+  """A stage has finished a run; void if it was reset meanwhile."""
+
+  stage: int
+  output: Output
+  life: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Meets:
+  """A cancel reaches a stage, counted from the first."""
+
+  stage: int
+  cancel: Cancel
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Answer:
+  """The drafter is done."""
+
+  drafted: sch.Drafted
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Up:
+  """A killed stage has been replaced."""
+
+  kill: Kill
 
 
 class VirtualRing:
@@ -56,8 +78,20 @@ class VirtualRing:
 
   Args:
     stages: the stages, first to last; real ones compute real tokens.
-    hops: shaper of each of the P + 1 hops, the coordinator's first.
-    profile: stage times by row bucket, and drafting time per node.
+    hops: shaper of each of the P + 1 hops, the coordinator's first. With the
+      coordinator on the last stage's host the last hop costs nothing, and the
+      first one is the link from that host to the head.
+    profile: stage times by row bucket.
+    draft: what the drafter's answers cost; by default the profile's time per
+      node.
+    drafter_stage: stage whose device the drafter shares: each waits for the
+      other. None for a device of its own.
+    client: link from the coordinator's host to the client's, if they differ:
+      requests and tokens cross it.
+    feature_bytes: bytes of target features per drawn token that return with the
+      verdicts, for drafters that want them.
+    weather: what goes wrong.
+    trace: note who was busy when.
   """
 
   def __init__(
@@ -66,6 +100,12 @@ class VirtualRing:
     stages: Sequence[StageLike],
     hops: Sequence[wire.LinkShaper],
     profile: StageProfile,
+    draft: sch.DraftCosts | None = None,
+    drafter_stage: int | None = None,
+    client: wire.LinkShaper | None = None,
+    feature_bytes: int = 0,
+    weather: Weather | None = None,
+    trace: bool = True,
   ):
     if len(hops) != len(stages) + 1:
       raise ValueError(
@@ -75,92 +115,338 @@ class VirtualRing:
       raise ValueError(
         f"profile.num_stages = {profile.num_stages}: must be {len(stages)}"
       )
-    self._stages = stages
-    self._hops = hops
-    self._profile = profile
+    if drafter_stage is not None and not 0 <= drafter_stage < len(stages):
+      raise ValueError(
+        f"drafter_stage = {drafter_stage}: must be one of {len(stages)} stages"
+      )
+    self.stages = stages
+    self.hops = hops
+    self.profile = profile
+    self.draft = draft or sch.DraftCosts(per_node_s=profile.draft_s_per_node)
+    self.drafter_stage = drafter_stage
+    self.client = client
+    self.feature_bytes = feature_bytes
+    self.weather = weather or Weather()
+    self.trace = trace
 
   def run(
     self,
     driver: Driver,
     requests: Sequence[tuple[float, sch.Request]],
+    *,
+    until_s: float = math.inf,
   ) -> SessionResult:
     """Runs requests, each submitted at its time, until all have ended.
 
     Args:
       driver: a fresh engine with its drafter.
       requests: `(time_s, request)`; sequence numbers follow the order.
+      until_s: when the coordinator is lost with all it knows; what the client
+        has of its texts by then is in the outcomes.
     """
-    clock = _Clock()
-    links = [wire.ShaperState() for _ in self._hops]
-    free_s = [0.0] * len(self._stages)
-    spans: list[Span] = []
-    counter = wire.ByteCounter()
+    return _Session(self, driver).run(requests, until_s)
 
-    def send(frame: _Frame, time_s: float) -> None:
-      if isinstance(frame.message, Run):
-        data = wire.encode_run(frame.message, frame.payload)
-      else:
-        data = wire.encode_returned(frame.message)
-      hop = f"hop {frame.hop}"
-      counter.add(hop, wire.frame_classes(data))
-      links[frame.hop], arrival_s = self._hops[frame.hop].schedule(
-        links[frame.hop], time_s, len(data)
-      )
-      run_id = frame.message.run_id
-      spans.append(Span(hop, f"{len(data)} B", time_s, arrival_s, run_id))
-      clock.post(arrival_s, frame)
 
-    def hear(event: sch.Event) -> None:
-      runs, drafts = driver.handle(event)
-      for run in runs:
-        send(_Frame(hop=0, message=run, payload=None), clock.now_s)
-      for action in drafts:
-        answer = driver.draft(action, clock.now_s)
-        spent_s = self._profile.draft_s_per_node * len(answer.nodes.tokens)
-        done_s = clock.now_s + spent_s
-        spans.append(Span("drafter", "draft", clock.now_s, done_s, -1))
-        clock.post(done_s, dataclasses.replace(answer, time_s=done_s))
+class _Session:
+  """One `VirtualRing.run`."""
 
-    def work(stage: int, frame: _Frame) -> None:
-      run = frame.message
-      assert isinstance(run, Run)
-      out = self._stages[stage].process(run, frame.payload)
-      start_s = max(clock.now_s, free_s[stage])
-      spent_s = float(self._profile.stage_s(run.num_rows)[stage])
-      free_s[stage] = start_s + spent_s
-      if spent_s:
-        spans.append(
-          Span(
-            f"stage {stage}",
-            f"{run.num_rows} rows",
-            start_s,
-            free_s[stage],
-            run.run_id,
-          )
-        )
-      clock.post(free_s[stage], (stage, out))
+  def __init__(self, ring: VirtualRing, driver: Driver):
+    self._ring = ring
+    self._driver = driver
+    self._now_s = 0.0
+    self._heap: list[tuple[float, int, Any]] = []
+    self._count = itertools.count()
+    num = len(ring.stages)
+    self._links = [wire.ShaperState() for _ in ring.hops]
+    self._delivered_s = [0.0] * len(ring.hops)
+    self._back_links = [wire.ShaperState() for _ in ring.hops]
+    self._queues: list[collections.deque[_Frame | sch.Draft]] = [
+      collections.deque() for _ in range(num)
+    ]
+    self._drafts: collections.deque[sch.Draft] = collections.deque()
+    self._is_drafting = False
+    self._is_busy = [False] * num
+    self._lives = [0] * num
+    self._is_down = [False] * num
+    self._next_run = [0] * (num + 1)
+    self._epoch = 0
+    self._sizes: dict[int, tuple[Run, dict[str, int]]] = {}
+    self._spans: list[Span] = []
+    self._counter = wire.ByteCounter()
+    self._client = wire.ShaperState()
+    self._num_events = 0
 
+  def run(
+    self, requests: Sequence[tuple[float, sch.Request]], until_s: float
+  ) -> SessionResult:
+    ring = self._ring
+    client = ring.client
+    if client is not None:
+      self._driver.deliver_s = self._deliver
     for sequence, (time_s, request) in enumerate(requests):
-      clock.post(
-        time_s,
-        sch.Submitted(time_s=time_s, sequence=sequence, request=request),
+      due_s = time_s
+      if client is not None:
+        due_s = client.schedule(
+          wire.ShaperState(), time_s, 4 * len(request.prompt)
+        )[1]
+      self._post(
+        due_s, sch.Submitted(time_s=due_s, sequence=sequence, request=request)
       )
-    while clock:
-      match clock.pop():
-        case _Frame(hop=hop) as frame if hop < len(self._stages):
-          work(hop, frame)
-        case _Frame(message=Returned() as returned):
-          hear(sch.Arrived(time_s=clock.now_s, returned=returned))
-        case (int() as stage, Output() as out):
-          send(
-            _Frame(hop=stage + 1, message=out.message, payload=out.payload),
-            clock.now_s,
-          )
-        case event:
-          hear(event)
+    for kill in ring.weather.kills:
+      self._post(kill.time_s, kill)
+    left = len(requests)
+    while self._heap:
+      self._now_s, _, what = heapq.heappop(self._heap)
+      if self._now_s > until_s:
+        break
+      self._num_events += 1
+      left -= isinstance(what, sch.Submitted)
+      self._handle(what)
+      if not left and self._driver.done and self._is_idle():
+        break
+    for sequence, (time_s, _) in enumerate(requests):
+      if sequence in self._driver.outcomes:
+        self._driver.outcomes[sequence].submitted_s = time_s
     return SessionResult(
       world="virtual",
-      outcomes=driver.outcomes,
-      spans=spans,
-      bytes=counter,
+      outcomes=self._driver.outcomes,
+      spans=self._spans,
+      bytes=self._counter,
+      num_events=self._num_events,
     )
+
+  def _is_idle(self) -> bool:
+    """Whether nothing is left to happen but kills and wakes."""
+    idle = (Kill, _Up, sch.Woke)
+    return not any(self._queues) and all(
+      isinstance(what, idle) for _, _, what in self._heap
+    )
+
+  def _post(self, time_s: float, what: Any) -> None:
+    heapq.heappush(self._heap, (time_s, next(self._count), what))
+
+  def _handle(self, what: Any) -> None:
+    match what:
+      case _Frame(hop=hop, message=message):
+        if self._is_stale(hop, message):
+          return
+        if hop < len(self._ring.stages):
+          if not self._is_down[hop]:
+            self._queues[hop].append(what)
+            self._start(hop)
+        else:
+          assert isinstance(message, Returned)
+          self._hear(sch.Arrived(time_s=self._now_s, returned=message))
+      case _Done(stage=stage, output=output, life=life):
+        if life == self._lives[stage]:
+          self._is_busy[stage] = False
+          self._send(_Frame(stage + 1, output.message, output.payload))
+          self._start(stage)
+      case _Meets(stage=stage, cancel=cancel):
+        if not self._is_down[stage] and cancel.epoch == self._epoch:
+          self._ring.stages[stage].cancel(cancel)
+          self._send_back(cancel, stage)
+      case _Answer(drafted=drafted):
+        self._is_drafting = False
+        if self._ring.drafter_stage is not None:
+          self._is_busy[self._ring.drafter_stage] = False
+          self._start(self._ring.drafter_stage)
+        self._hear(drafted)
+        self._start_draft()
+      case Kill() as kill:
+        self._die(kill)
+      case _Up():
+        self._rise()
+      case sch.Submitted():
+        self._hear(what)
+      case sch.Woke():
+        self._hear(what)
+
+  # The coordinator. ----------------------------------------------------------
+
+  def _hear(self, event: sch.Event) -> None:
+    work = self._driver.handle(event)
+    for run in work.runs:
+      self._send(_Frame(0, run, None))
+    for cancel in work.cancels:
+      self._send_back(cancel, len(self._ring.stages))
+    for time_s in work.wakes:
+      self._post(max(time_s, self._now_s), sch.Woke(time_s=time_s))
+    where = self._ring.drafter_stage
+    for action in work.drafts:
+      if where is None:
+        self._drafts.append(action)
+        self._start_draft()
+      else:
+        self._queues[where].append(action)
+        self._start(where)
+
+  def _deliver(self, time_s: float, num_tokens: int) -> float:
+    """Returns when tokens reach the client, and counts their bytes."""
+    client = self._ring.client
+    assert client is not None
+    size = 4 + 4 * num_tokens
+    self._counter.add("client", {"ids": size})
+    self._client, arrival_s = client.schedule(self._client, time_s, size)
+    return arrival_s
+
+  # The drafter. --------------------------------------------------------------
+
+  def _start_draft(self) -> None:
+    if self._drafts and not self._is_drafting:
+      self._is_drafting = True
+      self._think(self._drafts.popleft())
+
+  def _think(self, action: sch.Draft) -> None:
+    answer = self._driver.draft(action, self._now_s)
+    levels, nodes = draft_size(answer)
+    done_s = self._now_s + self._ring.draft.seconds(levels, nodes)
+    self._note("drafter", f"{nodes} nodes", self._now_s, done_s, -1)
+    self._post(done_s, _Answer(dataclasses.replace(answer, time_s=done_s)))
+
+  # Links. --------------------------------------------------------------------
+
+  def _send(self, frame: _Frame) -> None:
+    hop, message = frame.hop, frame.message
+    size = self._count_bytes(frame)
+    num = self._links[hop].num_frames
+    self._links[hop], arrival_s = self._ring.hops[hop].schedule(
+      self._links[hop], self._now_s, size
+    )
+    weather = self._ring.weather
+    arrival_s = weather.delivery_s(hop, self._now_s, arrival_s)
+    arrival_s = self._delivered_s[hop] = max(arrival_s, self._delivered_s[hop])
+    self._note(
+      f"hop {hop}", f"{size} B", self._now_s, arrival_s, message.run_id
+    )
+    self._post(arrival_s, frame)
+    if weather.is_doubled(hop, num):
+      self._post(arrival_s, frame)
+
+  def _count_bytes(self, frame: _Frame) -> int:
+    """Returns a frame's length; a run is encoded once for all its hops."""
+    message = frame.message
+    if isinstance(message, Returned):
+      self._sizes.pop(message.run_id, None)
+      classes = wire.frame_classes(wire.encode_returned(message))
+      if self._ring.feature_bytes and message.verdicts:
+        drawn = sum(len(v.tokens) for v in message.verdicts)
+        classes["features"] = drawn * self._ring.feature_bytes
+    else:
+      known = self._sizes.get(message.run_id)
+      if known is None or known[0] is not message:
+        known = (message, wire.frame_classes(wire.encode_run(message)))
+        self._sizes[message.run_id] = known
+      classes = known[1]
+      if frame.payload is not None:
+        classes = _with_payload(classes, len(frame.payload))
+    self._counter.add(f"hop {frame.hop}", classes)
+    return sum(classes.values())
+
+  def _send_back(self, cancel: Cancel, after: int) -> None:
+    """Sends a cancel from stage `after` (the coordinator: P) to the one before
+    it."""
+    if after == 0:
+      return
+    hop = self._ring.hops[after]
+    size = _CANCEL_BYTES + sum(1 + len(ids) for _, ids in cancel.nodes)
+    self._counter.add(f"back {after}", {"control": size})
+    self._back_links[after], arrival_s = hop.schedule(
+      self._back_links[after], self._now_s, size
+    )
+    arrival_s = self._ring.weather.delivery_s(after, self._now_s, arrival_s)
+    self._note(f"back {after}", "cancel", self._now_s, arrival_s, -1)
+    self._post(arrival_s, _Meets(after - 1, cancel))
+
+  def _is_stale(self, place: int, message: Run | Returned) -> bool:
+    """Whether a frame came twice, or belongs to an epoch that is over."""
+    if message.epoch < self._epoch or message.run_id < self._next_run[place]:
+      return True
+    self._next_run[place] = message.run_id + 1
+    return False
+
+  # Stages. -------------------------------------------------------------------
+
+  def _start(self, stage: int) -> None:
+    """Begins what is next in a stage's queue, if the stage is free."""
+    if self._is_busy[stage] or not self._queues[stage]:
+      return
+    self._is_busy[stage] = True
+    item = self._queues[stage].popleft()
+    if isinstance(item, sch.Draft):
+      self._is_drafting = True
+      self._think(item)
+      return
+    run = item.message
+    assert isinstance(run, Run)
+    output = self._ring.stages[stage].process(run, item.payload)
+    spent_s = float(self._ring.profile.stage_s(output.num_rows)[stage])
+    done_s = self._now_s + spent_s
+    if spent_s:
+      name = f"{output.num_rows} rows"
+      if output.num_rows < run.num_rows:
+        name += f", {run.num_rows - output.num_rows} cancelled"
+      self._note(f"stage {stage}", name, self._now_s, done_s, run.run_id)
+    self._post(done_s, _Done(stage, output, self._lives[stage]))
+
+  def _die(self, kill: Kill) -> None:
+    if self._driver.done:
+      return
+    self._is_down[kill.stage] = True
+    self._queues[kill.stage].clear()
+    self._lives[kill.stage] += 1
+    self._is_busy[kill.stage] = False
+    self._note(
+      f"stage {kill.stage}",
+      "down",
+      self._now_s,
+      self._now_s + kill.down_s,
+      -1,
+    )
+    self._post(self._now_s + kill.down_s, _Up(kill))
+
+  def _rise(self) -> None:
+    """Every stage begins anew under the next epoch."""
+    if self._driver.done:
+      return
+    self._epoch += 1
+    for i, stage in enumerate(self._ring.stages):
+      drafts = [x for x in self._queues[i] if isinstance(x, sch.Draft)]
+      self._queues[i].clear()
+      self._queues[i].extend(drafts)
+      self._lives[i] += 1
+      self._is_busy[i] = self._is_drafting and i == self._ring.drafter_stage
+      self._is_down[i] = False
+      stage.reset()
+    self._hear(sch.Faulted(time_s=self._now_s))
+
+  def _note(
+    self, lane: str, name: str, start_s: float, end_s: float, run: int
+  ) -> None:
+    if self._ring.trace:
+      self._spans.append(Span(lane, name, start_s, end_s, run))
+
+
+def _with_payload(classes: dict[str, int], num_bytes: int) -> dict[str, int]:
+  """Returns a run's bytes by class with so many of hidden states added.
+
+  The prefix states the body's length in groups of 7 bits, so it may grow.
+  """
+  size = sum(classes.values())
+  body = size - 3  # prefix: two bytes and at least one of length
+  while 2 + len(wire.encode_varint(body)) + body > size:
+    body -= 1
+  grown = len(wire.encode_varint(body + num_bytes))
+  return classes | {
+    "activations": num_bytes,
+    "control": classes["control"] + grown - len(wire.encode_varint(body)),
+  }
+
+
+def draft_size(answer: sch.Drafted) -> tuple[int, int]:
+  """Returns how many levels and nodes a drafter's answer has."""
+  base = len(answer.anchors)
+  levels = [0] * base
+  for parent in answer.nodes.parents.tolist():
+    levels.append(levels[parent] + 1)
+  return max(levels, default=0), len(levels) - base

@@ -1,0 +1,58 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a drafter's probabilities are worth, learned from verdicts."""
+
+import bisect
+import math
+
+_EDGES = (0.02, 0.05, 0.1, 0.2, 0.35, 0.5, 0.65, 0.8, 0.9, 0.97)
+_LEVELS = (1, 2, 3, 4, 6, 8, 12, 16)  # smallest level of each class
+_FLOOR = 1e-4
+
+
+class Calibration:
+  """Acceptance by stated probability and by level, with the drafter as prior.
+
+  Every verdict tests the children of each token that it passes: the one that
+  bears the target's draw was right, its siblings were wrong. Nodes are binned
+  by what the drafter stated; a bin of `n` tests of which `k` passed, with
+  stated sum `s`, corrects what is stated there by
+
+    c = (k + m) / (s + m)        m = `prior`
+
+  and a second factor of the same form, over what the first one left, corrects
+  by level (how far the drafter was ahead of the committed text): acceptance
+  decays with it for most drafters, and not for all.
+
+  Mutable: one per engine, shared by its sequences.
+
+  Args:
+    prior: weight of the drafter's own word, in expected acceptances.
+    memory: tests after which older ones have faded to 1/e.
+  """
+
+  def __init__(self, prior: float = 2.0, memory: float = 2000.0):
+    self._prior = prior
+    self._keep = math.exp(-1 / memory)
+    self._bins = [[0.0, 0.0] for _ in range(len(_EDGES) + 1)]
+    self._levels = [[0.0, 0.0] for _ in _LEVELS]
+
+  def estimate(self, log_q: float, level: int) -> float:
+    """Returns the log-probability that such a node is accepted, its parent
+    being so."""
+    stated = max(math.exp(log_q), _FLOOR)
+    by_bin = self._factor(self._bins[bisect.bisect(_EDGES, stated)])
+    by_level = self._factor(self._levels[bisect.bisect(_LEVELS, level) - 1])
+    return math.log(min(max(stated * by_bin * by_level, _FLOOR), 1.0))
+
+  def observe(self, log_q: float, level: int, accepted: bool) -> None:
+    """Counts one test."""
+    stated = max(math.exp(log_q), _FLOOR)
+    in_bin = self._bins[bisect.bisect(_EDGES, stated)]
+    of_level = self._levels[bisect.bisect(_LEVELS, level) - 1]
+    corrected = min(stated * self._factor(in_bin), 1.0)
+    for counts, expected in ((in_bin, stated), (of_level, corrected)):
+      counts[0] = counts[0] * self._keep + accepted
+      counts[1] = counts[1] * self._keep + expected
+
+  def _factor(self, counts: list[float]) -> float:
+    return (counts[0] + self._prior) / (counts[1] + self._prior)
