@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Schedules: the sans-IO engine and its policies; a new one is a `Policy`."""
 
+from wanspec_jax.schedules._branched import branched as branched
 from wanspec_jax.schedules._calibration import Calibration as Calibration
+from wanspec_jax.schedules._continuous import continuous as continuous
 from wanspec_jax.schedules._engine import init as init
 from wanspec_jax.schedules._engine import step as step
 from wanspec_jax.schedules._events import Aborted as Aborted
@@ -21,12 +23,32 @@ from wanspec_jax.schedules._events import Stop as Stop
 from wanspec_jax.schedules._events import Submitted as Submitted
 from wanspec_jax.schedules._events import Wake as Wake
 from wanspec_jax.schedules._events import Woke as Woke
+from wanspec_jax.schedules._fan_out import Law as Law
+from wanspec_jax.schedules._fan_out import (
+  geometric_fan_out as geometric_fan_out,
+)
+from wanspec_jax.schedules._fan_out import measured_fan_out as measured_fan_out
+from wanspec_jax.schedules._fan_out import miss_probability as miss_probability
+from wanspec_jax.schedules._fan_out import outcome_weights as outcome_weights
+from wanspec_jax.schedules._fan_out import whole_fan_out as whole_fan_out
+from wanspec_jax.schedules._floor import with_floor as with_floor
+from wanspec_jax.schedules._hedged import hedged as hedged
+from wanspec_jax.schedules._in_pipe import in_pipe as in_pipe
 from wanspec_jax.schedules._lockstep import lockstep as lockstep
 from wanspec_jax.schedules._pipe import Costs as Costs
 from wanspec_jax.schedules._pipe import DraftCosts as DraftCosts
 from wanspec_jax.schedules._pipe import Pipe as Pipe
+from wanspec_jax.schedules._pipe_forms import in_pipe_rate as in_pipe_rate
+from wanspec_jax.schedules._pipe_forms import in_pipe_speedup as in_pipe_speedup
+from wanspec_jax.schedules._pipe_forms import lap_window as lap_window
+from wanspec_jax.schedules._pipe_forms import (
+  levels_in_flight as levels_in_flight,
+)
+from wanspec_jax.schedules._pipe_forms import stream_rate as stream_rate
 from wanspec_jax.schedules._priced import Pricing as Pricing
 from wanspec_jax.schedules._priced import priced as priced
+from wanspec_jax.schedules._rate_matched import rate_matched as rate_matched
+from wanspec_jax.schedules._segments import segments as segments
 from wanspec_jax.schedules._speculation import Flight as Flight
 from wanspec_jax.schedules._speculation import Node as Node
 from wanspec_jax.schedules._speculation import Speculation as Speculation

@@ -1,21 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
 """Priced: launch what saves more time than it costs on links and stages now.
 
-Time has a price, ρ tokens per second: what the text makes of it at present.
-Let A(v) be when the tail has the logits of node v, and P(v) the calibrated
-probability that the text passes v. If the launched nodes are S, the text gains
+A node that is not launched now can still be launched when the verdict on its
+nearest launched ancestor b comes back, and the tail has its logits at
 
-  Σ_{v ∈ S} P(v) tokens   in   A(root) + Σ_{v ∈ S} P(v) (A(v) − A(parent of v))
+  A0(v) = A(b) + return + lap
 
-seconds, so a node launched in some run is worth
+with A(b) the time at which the tail has those of b. Launched now it is there at
+A(v). If the text leaves the drafted tree behind v, the next token of the text
+is known A0(v) − A(v) sooner, and with it everything after; if the text goes on
+to a child, it is that child's time which counts. So with P(v) the calibrated
+probability that the text passes v, a set S of launches saves
 
-  P(v) (1 − ρ (A(v) − A(parent of v))):
+  Σ_{v ∈ S} P(v) (1 − Σ_c p(c | v)) (A0(v) − A(v))
 
-the step of Dinkelbach's method for the best ratio of tokens to time. A run has
-to pay, besides, for what it delays: the rows that it shares hops with (its own
-lap grows with its rows), and the next canonical run, which queues behind it
-should a verdict that kills it come while the busiest link or stage is still at
-it. Both follow from the ring's costs and the verdicts that are due.
+seconds, the sum over the drafted children of v. Against this stands what a run
+delays: the nodes that travel with it, since A grows with the rows of a run, and
+the next canonical run, which cannot overtake it, should a verdict come which
+kills it. Both follow from the ring's costs and the verdicts that are due, so
+seconds are weighed against seconds, and no price of time is needed.
 
 So whenever the pipe could take a run without queueing, the policy lays out the
 unlaunched nodes, likeliest first, in consecutive runs of one size, for several
@@ -38,14 +41,17 @@ class Pricing:
   """Bounds of the search; the defaults suit rings from a LAN to a satellite.
 
   Attributes:
-    pool: drafted nodes kept ready, unlaunched.
+    pool: unlaunched nodes that a plan considers, and a draft's budget.
+    ahead: unlaunched nodes that are kept ready, each of them likelier than what
+      any leaf could grow.
     min_probability: nodes less likely than this are neither grown nor sent.
     draft_width: nodes that one forward pass of a costly drafter extends.
     slack: share of a run's occupancy that it may queue.
   """
 
   pool: int = 64
-  min_probability: float = 0.01
+  ahead: int = 32
+  min_probability: float = 0.003
   draft_width: int = 8
   slack: float = 0.05
 
@@ -56,70 +62,75 @@ def priced(pricing: Pricing | None = None) -> Policy:
 
   def decide(spec: Speculation, pipe: Pipe, time_s: float) -> Answer:
     if not spec.drafting:
-      grow = _growth(spec, pipe, limits)
+      grow = _growth(spec, pipe, time_s, limits)
       if grow is not None:
         return grow
-    elif not spec.root_launched and _better_waits(spec, pipe, time_s):
+    elif not spec.root_launched and _better_waits(spec, pipe):
       return None  # the answer is under way, and the root waits for it
-    if spec.root_launched:
-      wait_s = pipe.wait_s(1, time_s)
-      if wait_s > limits.slack * pipe.costs.occupancy_s(1):
+    if spec.root_launched and spec.flights:
+      # A smaller run would only catch up with the one before.
+      rows = len(spec.flights[-1].ids)
+      wait_s = pipe.wait_s(rows, time_s)
+      if wait_s > limits.slack * pipe.costs.occupancy_s(rows):
         return Hold(time_s + wait_s)
     ids = _best_run(spec, pipe, time_s, limits)
-    if ids is None:
-      return None
-    return Send(ids)
+    return None if ids is None else Send(ids)
 
   return Policy(name="priced", decide=decide, max_in_flight=4096)
 
 
-def _price(spec: Speculation, pipe: Pipe, time_s: float) -> float:
-  """Returns ρ, tokens per second: of late, but no less than plain decoding."""
-  plain = 1 / pipe.costs.lap_s(1)
-  if len(spec.recent) < 4:
-    return 1.5 * plain
-  (begin_s, before), (_, now) = spec.recent[0], spec.recent[-1]
-  return max(plain, (now - before) / max(time_s - begin_s, 1e-9))
+def _growth(
+  spec: Speculation, pipe: Pipe, time_s: float, limits: Pricing
+) -> Grow | None:
+  """Returns what to ask the drafter for, if more nodes could be of use.
 
-
-def _growth(spec: Speculation, pipe: Pipe, limits: Pricing) -> Grow | None:
-  """Returns what to ask the drafter for, if more nodes could be of use."""
+  A leaf grows if its children, at the rate of hits, would be among the `ahead`
+  best of what is ready to be launched.
+  """
   if spec.remaining <= 1:
     return None
-  low = spec.nodes[spec.root].position
-  floor = math.log(limits.min_probability) + spec.nodes[spec.root].path_log_p
-  ready = 0
-  open_ends = []
+  root = spec.nodes[spec.root]
+  floor = math.log(limits.min_probability) + root.path_log_p
+  latest = _latest(spec, pipe, time_s)
+  soonest_s = pipe.tail_s(1, time_s)
+  ready, leaves = [], []
   for node in spec.nodes.values():
     if node.path_log_p < floor:
       continue
+    chance = math.exp(node.path_log_p - root.path_log_p)
+    score = chance * max(0.0, latest[node.id] - soonest_s)
     if node.run is None and node.id != spec.root:
-      ready += 1
+      ready.append(score)
     if (
       node.grown is None
-      and node.position - low < spec.remaining - 1
+      and node.position - root.position < spec.remaining - 1
       and not spec.below.get(node.id)
     ):
-      open_ends.append((-node.path_log_p, node.id))
-  if not open_ends or ready >= limits.pool:
+      leaves.append((-score, node.id))
+  least = 0.0
+  if len(ready) >= limits.ahead:
+    ready.sort(reverse=True)
+    least = ready[limits.ahead - 1] / max(pipe.hit_rate, 0.05)
+  leaves.sort()
+  anchors = [
+    node for minus, node in leaves[: limits.draft_width] if -minus >= least
+  ]
+  if not anchors:
     return None
-  costs = pipe.costs.draft
-  anchors = [node for _, node in sorted(open_ends)[: limits.draft_width]]
   budget = min(limits.pool, pipe.costs.max_rows)
   levels = None
-  if costs.per_level_s:
+  if pipe.costs.draft.per_level_s:
     levels, budget = 1, 4 * len(anchors)
   return Grow(tuple(spec.anchor(a) for a in anchors), budget, levels)
 
 
-def _better_waits(spec: Speculation, pipe: Pipe, time_s: float) -> bool:
+def _better_waits(spec: Speculation, pipe: Pipe) -> bool:
   """Whether a root gains by waiting for the answer that is being drafted.
 
   Launched at once, it leaves the next level to the run behind, which lags by
   the occupancy of this one, if the text gets there: with the rate of hits to
   the power of the level. Held back, all come together, an answer later.
   """
-  del time_s
   draft = pipe.costs.draft
   have = max(spec.depth(node) for node in spec.nodes)
   # A drafter that does not pay by level answers with all of them at once.
@@ -139,95 +150,120 @@ class _Candidate(NamedTuple):
   """An unlaunched node.
 
   Attributes:
-    chance: probability that the text passes it.
-    above: index of its parent among the candidates; -1 for a parent that
-      travels along as the root, -2 for one that is launched.
-    arrived_s: when the tail has that launched parent.
+    id: its id.
+    last: probability that the text leaves the drafted tree behind it.
+    latest_s: when the tail would have it if it waited for a verdict.
   """
 
-  chance: float
-  above: int
-  arrived_s: float
+  id: int
+  last: float
+  latest_s: float
 
 
-def _candidates(
-  spec: Speculation, ids: list[int], time_s: float
-) -> list[_Candidate]:
-  root = spec.nodes[spec.root]
+def _leaves_at(spec: Speculation, pipe: Pipe, node_id: int) -> float:
+  """Returns the probability that the text leaves the drafted tree there."""
+  node = spec.nodes[node_id]
+  below = spec.below.get(node_id)
+  if below:
+    covered = sum(math.exp(spec.nodes[child].log_p) for child in below)
+  else:
+    covered = pipe.hit_rate if node.grown is None else 0.0
+  chance = math.exp(node.path_log_p - spec.nodes[spec.root].path_log_p)
+  return chance * max(0.0, 1 - covered)
+
+
+def _latest(spec: Speculation, pipe: Pipe, time_s: float) -> dict[int, float]:
+  """Returns, per alive node, when the tail would have its children if they
+  waited for the verdict on their nearest launched ancestor."""
+  lap_s = pipe.costs.lap_s(2)
   tails = {flight.run: flight.tail_s for flight in spec.flights}
-  index = {node: i for i, node in enumerate(ids)}
-  candidates = []
-  for node_id in ids:
-    node = spec.nodes[node_id]
-    chance = math.exp(node.path_log_p - root.path_log_p)
-    parent = spec.nodes[node.parent]
-    if parent.run is not None:
-      candidates.append(_Candidate(chance, -2, tails.get(parent.run, time_s)))
+  latest: dict[int, float] = {}
+  for node in spec.nodes.values():  # parents come first
+    if node.run is not None:
+      latest[node.id] = tails.get(node.run, time_s) + lap_s
+    elif node.id == spec.root:
+      latest[node.id] = pipe.tail_s(1, time_s) + lap_s
     else:
-      candidates.append(_Candidate(chance, index.get(node.parent, -1), 0.0))
-  return candidates
+      latest[node.id] = latest[node.parent]
+  return latest
+
+
+def _ranked(
+  spec: Speculation, pipe: Pipe, time_s: float, limits: Pricing
+) -> list[_Candidate]:
+  """Returns what could be launched, by chance times what launching it saves.
+
+  A child has its parent's deadline and no better chance, so it never comes
+  before its parent.
+  """
+  root = spec.nodes[spec.root]
+  floor = math.log(limits.min_probability) + root.path_log_p
+  latest = _latest(spec, pipe, time_s)
+  soonest_s = pipe.tail_s(1, time_s)
+  scored = []
+  for node in spec.nodes.values():
+    if node.run is not None or node.id == spec.root or node.path_log_p < floor:
+      continue
+    if node.position - root.position >= spec.remaining:
+      continue
+    chance = math.exp(node.path_log_p - root.path_log_p)
+    saves_s = max(0.0, latest[node.id] - soonest_s)
+    scored.append((-chance * saves_s, node.id))
+  scored.sort()
+  return [
+    _Candidate(node, _leaves_at(spec, pipe, node), latest[node])
+    for _, node in scored[: limits.pool]
+  ]
 
 
 def _best_run(
   spec: Speculation, pipe: Pipe, time_s: float, limits: Pricing
 ) -> tuple[int, ...] | None:
-  """Returns the first run of the best plan; None if no launch gains.
+  """Returns the first run of the best plan; None if no launch saves time.
 
   With the root unlaunched there is always a run, be it of the root alone.
   """
-  root = spec.nodes[spec.root]
-  floor = math.log(limits.min_probability) + root.path_log_p
-  ids = [
-    node
-    for node in spec.launchable(limits.pool)
-    if spec.nodes[node].path_log_p >= floor
-  ]
-  candidates = _candidates(spec, ids, time_s)
-  price = _price(spec, pipe, time_s)
+  candidates = _ranked(spec, pipe, time_s, limits)
   misses = _misses(spec)
-  best_gain, best_size = 0.0, 0
-  for size in _sizes(min(len(ids), spec.max_new_nodes)):
-    gain = _gain_of_plan(candidates, size, spec, pipe, time_s, price, misses)
-    if gain > best_gain:
-      best_gain, best_size = gain, size
-  if best_size or not spec.root_launched:
-    return tuple(ids[:best_size])
+  with_root = not spec.root_launched
+  best_saving, best_size = 0.0, 0
+  for size in _sizes(min(len(candidates), spec.max_new_nodes) + with_root):
+    saving = _saving_of_plan(candidates, size, spec, pipe, time_s, misses)
+    if saving > best_saving:
+      best_saving, best_size = saving, size
+  if best_size or with_root:
+    count = max(0, best_size - with_root)
+    return tuple(candidate.id for candidate in candidates[:count])
   return None
 
 
-def _gain_of_plan(
+def _saving_of_plan(
   candidates: list[_Candidate],
   size: int,
   spec: Speculation,
   pipe: Pipe,
   time_s: float,
-  price: float,
   misses: list[tuple[float, float]],
 ) -> float:
-  """Returns the tokens that runs of `size` candidates gain, the first launched
-  now and each of the others once the busiest link or stage is free."""
+  """Returns the seconds that runs of `size` rows save, the first launched now
+  (the root among them if it is due) and each of the others once the busiest
+  link or stage is free."""
+  costs = pipe.costs
   with_root = not spec.root_launched
-  rows = size + with_root
-  first_s = pipe.tail_s(rows, time_s)
-  space_s = pipe.costs.occupancy_s(size)
-  gain = 0.0
+  tail_s = pipe.tail_s(size, time_s)
+  space_s = costs.occupancy_s(size)
+  saving = 0.0
   if with_root:  # the root waits for the rows that travel with it
-    gain -= price * (first_s - pipe.tail_s(1, time_s))
+    leaves = _leaves_at(spec, pipe, spec.root)
+    saving -= leaves * (tail_s - pipe.tail_s(1, time_s))
   else:
-    busy_s = time_s + pipe.costs.occupancy_s(rows)
+    clear_s = max(time_s + space_s, tail_s - costs.tail_s(1))
     for due_s, miss in misses:
-      gain -= price * miss * max(0.0, busy_s - due_s)
-  best = -math.inf
-  for i, (chance, above, arrived_s) in enumerate(candidates):
-    if i and not i % size:  # the runs from here on may stay away
-      best = max(best, gain)
-    run = i // size
-    if above == -2:
-      lag_s = first_s + run * space_s - arrived_s
-    else:
-      lag_s = (run - max(above, 0) // size) * space_s
-    gain += chance * (1 - price * lag_s)
-  return max(best, gain)
+      saving -= miss * max(0.0, clear_s - due_s)
+  for i, (_, last, latest_s) in enumerate(candidates):
+    run = (i + with_root) // size
+    saving += last * max(0.0, latest_s - tail_s - run * space_s)
+  return saving
 
 
 def _misses(spec: Speculation) -> list[tuple[float, float]]:

@@ -1,0 +1,195 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Points of a modelled WAN, and policies at all parameters worth trying.
+
+Everything here is assumed, nothing published: a 64-layer-like model of which a
+decode step takes 64 ms in all, cut into equal stages that are memory-bound up
+to 32 rows and linear beyond; rows of 8192 bytes (4096 bfloat16 numbers); a
+drafter that is right as often as its quality says, more often at some positions
+than at others, and slightly less with each level ahead.
+"""
+
+import dataclasses
+import itertools
+import random
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import drafters
+import trees
+from wanspec_jax import schedules as sch
+from wanspec_jax import wire
+from wanspec_jax.links import Ring, StageProfile, hop_bytes_model
+from wanspec_jax.messages import Sampling
+from wanspec_jax.worlds import Driver, ReplayStage, VirtualRing
+
+ROW_BYTES = 8192
+STEP_S = 0.064
+KNEE_ROWS = 32
+MAX_ROWS = 64
+_BUCKETS = (1, 2, 4, 8, 16, 32, 48, 64)
+_PROMPT = 8
+_VOCAB = 1000
+_SLOTS = 2048
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Point:
+  """One ring with one drafter.
+
+  Attributes:
+    lap_s: sum of the one-way delays.
+    mbps: bandwidth of every hop.
+    stages: their number.
+    level_s: drafting time per level.
+    quality: mean probability that a node's likeliest child is right.
+  """
+
+  lap_s: float
+  mbps: float
+  stages: int
+  level_s: float
+  quality: float
+
+  def name(self) -> str:
+    return (
+      f"lap {self.lap_s * 1e3:g} ms, {self.mbps:g} Mbps, {self.stages} stages, "
+      f"{self.level_s * 1e3:g} ms/level, quality {self.quality:g}"
+    )
+
+
+def points(quick: bool) -> list[Point]:
+  """Returns the grid; with `quick` its corners and middle."""
+  laps = (0.02, 0.8) if quick else (0.02, 0.2, 0.8)
+  mbps = (1.0, 1000.0) if quick else (1.0, 30.0, 1000.0)
+  stages = (2, 8) if quick else (2, 8, 32)
+  levels = (0.0, 0.01)
+  qualities = (0.3, 0.9) if quick else (0.3, 0.6, 0.9)
+  return [
+    Point(lap_s=a, mbps=b, stages=c, level_s=d, quality=e)
+    for a, b, c, d, e in itertools.product(
+      laps, mbps, stages, levels, qualities
+    )
+  ]
+
+
+def acceptance(
+  quality: float, seed: int
+) -> Callable[[int, int], tuple[float, ...]]:
+  """Returns marginals by rank for `drafters.synthetic`: they vary with content,
+  depth and rank."""
+  draw = random.Random(seed)
+  swings = [draw.uniform(-0.25, 0.25) for _ in range(4096)]
+
+  def marginals(position: int, depth: int) -> tuple[float, ...]:
+    first = (quality + swings[position % len(swings)]) * 0.985 ** (depth - 1)
+    first = min(max(first, 0.02), 0.97)
+    return (first, 0.4 * (1 - first), 0.15 * (1 - first))
+
+  return marginals
+
+
+def costs_of(point: Point) -> tuple[StageProfile, sch.Costs]:
+  """Returns the ring's stage times and costs."""
+  stage_s = STEP_S / point.stages
+  profile = StageProfile(
+    buckets=_BUCKETS,
+    seconds=tuple(
+      tuple(stage_s * max(1.0, rows / KNEE_ROWS) for rows in _BUCKETS)
+      for _ in range(point.stages)
+    ),
+    dtype="bfloat16",
+    device="modelled",
+  )
+  ring = Ring.uniform(
+    num_stages=point.stages,
+    lap_s=point.lap_s,
+    bandwidth_bps=point.mbps * 1e6,
+  )
+  hop_bytes = hop_bytes_model(
+    num_stages=point.stages,
+    ids_bytes_per_node=4,
+    row_bytes=ROW_BYTES,
+    header_bytes=12,
+    verdict_bytes=6,
+  )
+  return profile, sch.Costs.of_ring(
+    ring,
+    profile,
+    hop_bytes,
+    max_rows=MAX_ROWS,
+    draft=sch.DraftCosts(per_level_s=point.level_s),
+  )
+
+
+def rate(
+  point: Point, policy: sch.Policy, *, tokens: int, skip: int = 33, seed: int = 0
+) -> float:
+  """Returns virtual tokens per second from token `skip` on.
+
+  All policies meet the same text and the same drafts.
+
+  Raises:
+    RuntimeError: if the text is not the target's.
+  """
+  draw = random.Random(seed + 1)
+  # What a tail may draw beyond the end of the text, tree depth included.
+  text = [draw.randrange(_VOCAB) for _ in range(_PROMPT + tokens + 160)]
+  drafter = drafters.synthetic(
+    text[_PROMPT:],
+    acceptance=acceptance(point.quality, seed),
+    vocab_size=_VOCAB,
+    seed=seed,
+  )
+  profile, costs = costs_of(point)
+  stages: list[Any] = [
+    ReplayStage(capacity=_SLOTS, row_bytes=ROW_BYTES)
+    for _ in range(point.stages - 1)
+  ]
+  stages.append(ReplayStage(capacity=_SLOTS, texts={0: text}))
+  hop = wire.LinkShaper(
+    delay_s=point.lap_s / (point.stages + 1), bandwidth_bps=point.mbps * 1e6
+  )
+  world = VirtualRing(
+    stages=stages,
+    hops=[hop] * (point.stages + 1),
+    profile=profile,
+    draft=costs.draft,
+    trace=False,
+  )
+  engine = sch.init(policy, costs, capacity=_SLOTS, prefill_rows=MAX_ROWS)
+  request = sch.Request(
+    prompt=tuple(text[:_PROMPT]), max_new_tokens=tokens, sampling=Sampling()
+  )
+  outcome = world.run(Driver(engine, drafter), [(0.0, request)]).outcomes[0]
+  if outcome.tokens != text[_PROMPT : _PROMPT + tokens]:
+    raise RuntimeError(f"{policy.name} on {point.name()}: the text differs")
+  times = outcome.emitted_s
+  return (tokens - 1 - skip) / (times[-1] - times[skip])
+
+
+def _sized(gains: Any, lap_s: Callable[[int], float]) -> int:
+  return trees.best_prefix(gains, lap_s).num_nodes
+
+
+def lockstep_policies(point: Point) -> list[tuple[str, sch.Policy]]:
+  """Returns lockstep at every size (and depth, where levels cost time)."""
+  out = [("0", sch.lockstep(lambda g, t: 0, max_nodes=0))]
+  depths: Sequence[int | None] = (1, 2, 4, 8) if point.level_s else (None,)
+  for depth in depths:
+    suffix = "" if depth is None else f"/{depth}"
+    out.append(
+      (
+        f"sized{suffix}",
+        sch.lockstep(_sized, max_nodes=MAX_ROWS - 1, levels=depth),
+      )
+    )
+    for size in (1, 2, 4, 8, 16, 32, 63):
+      if depth is None or depth <= size:
+        out.append((f"{size}{suffix}", _fixed(size, depth)))
+  return out
+
+
+def _fixed(size: int, depth: int | None) -> sch.Policy:
+  return sch.lockstep(
+    lambda gains, lap_s: min(size, len(gains)), max_nodes=size, levels=depth
+  )
