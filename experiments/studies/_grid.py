@@ -122,7 +122,12 @@ def costs_of(point: Point) -> tuple[StageProfile, sch.Costs]:
 
 
 def rate(
-  point: Point, policy: sch.Policy, *, tokens: int, skip: int = 33, seed: int = 0
+  point: Point,
+  policy: sch.Policy,
+  *,
+  tokens: int,
+  skip: int = 33,
+  seed: int = 0,
 ) -> float:
   """Returns virtual tokens per second from token `skip` on.
 

@@ -45,6 +45,7 @@ from wanspec_jax.schedules._pipe_forms import (
   levels_in_flight as levels_in_flight,
 )
 from wanspec_jax.schedules._pipe_forms import stream_rate as stream_rate
+from wanspec_jax.schedules._pipe_forms import window_rates as window_rates
 from wanspec_jax.schedules._priced import Pricing as Pricing
 from wanspec_jax.schedules._priced import priced as priced
 from wanspec_jax.schedules._rate_matched import rate_matched as rate_matched

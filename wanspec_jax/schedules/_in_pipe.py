@@ -6,6 +6,8 @@ consecutive levels of one tree, the oldest of which is verified as the newest is
 drafted; a verdict keeps what lies below the token drawn.
 """
 
+import bisect
+import itertools
 import math
 
 from wanspec_jax.schedules._pipe import Pipe
@@ -132,21 +134,34 @@ def _window(spec: Speculation, pipe: Pipe, width: int, fill: bool) -> int:
     return 1
   if fill:
     return lap_window(lap_s, max(tick_s, lap_s / _MOST_LEVELS))
-  # Probability that the text passes each level of the tree.
+  # Probability that the text passes each level of the tree, and how far ahead
+  # of the last token then known that level was drafted.
   root = spec.nodes[spec.root]
   chances: dict[int, list[float]] = {}
+  ahead_of: dict[int, int] = {}
   for node in spec.nodes.values():
+    depth = node.position - root.position
     chance = math.exp(min(node.path_log_p - root.path_log_p, 0.0))
-    chances.setdefault(node.position - root.position, []).append(chance)
-  mass = [
-    min(1.0, sum(sorted(chances[d], reverse=True)[:width]))
-    for d in range(len(chances))
-  ]
+    chances.setdefault(depth, []).append(chance)
+    ahead_of[depth] = node.level
+  passed = 1.0
+  hits: dict[int, float] = {}
+  for depth in range(1, len(chances)):
+    mass = sum(sorted(chances[depth], reverse=True)[:width])
+    if passed < 1e-12:
+      break
+    hits[ahead_of[depth]] = min(1.0, mass / passed)
+    passed = min(mass, passed)
+  # No level is worse than one that was drafted further ahead: what looks like
+  # it has not been tested often.
+  known = sorted(hits)
+  for near, far in reversed(list(itertools.pairwise(known))):
+    hits[near] = max(hits[near], hits[far])
 
   def hit_at(ahead: int) -> float:
-    """The mean share that a level keeps of what reached the one above; the
-    levels that are not drafted yet as those that are."""
-    known = min(ahead, len(mass) - 1)
-    return mass[known] ** (1 / known) if known else pipe.hit_rate
+    """The share that a level keeps of what reached the one above."""
+    if not known:
+      return pipe.hit_rate
+    return hits[known[min(bisect.bisect_left(known, ahead), len(known) - 1)]]
 
   return levels_in_flight(hit_at, lap_s=lap_s, tick_s=tick_s)

@@ -72,36 +72,79 @@ def lap_window(lap_s: float, tick_s: float) -> int:
   return max(1, math.ceil(lap_s / tick_s * (1 - 1e-9)))
 
 
-def levels_in_flight(
+def window_rates(
   hit_at: Callable[[int], float], *, lap_s: float, tick_s: float
-) -> int:
-  """Returns how many levels to keep under way: not always all that fit.
+) -> list[float]:
+  """Returns tokens per second with at most W = 1, 2, … levels under way.
 
-  With W of them one starts every τ_W = max(τ, Λ / W), was drafted W levels
-  ahead of the last token known, and hits with the rate a(W) of such levels,
-  which falls with W. So the pipe should be as full as
+  The i-th level behind a missed one is drafted min(i, W) levels ahead of the
+  last token known, and hits with a rate that depends on that. It follows the
+  one before by a tick, but when W levels have been launched the next waits for
+  the first verdict. With S_i = Π_{j ≤ i} a(min(j, W)) the rate is
 
-    argmax_W (R_W + 1) / ((R_W + W) τ_W)        R_W = a(W) / (1 − a(W))
+    (1 + Σ_{i ≥ 1} S_i) / (Λ + τ Σ_{i ≥ 1} S_i + e Σ_{m ≥ 1} S_{m W})
 
-  says, for W = 1 … ⌈Λ / τ⌉; the smallest such W.
+  where e = max(0, Λ − W τ): `in_pipe_rate` if a is constant and the pipe full.
+  With fewer levels than fit the pipe runs dry at times; with more, each is a
+  worse guess, which is why filling it may not pay.
 
   Args:
     hit_at: `(levels ahead, from 1) -> a`.
     lap_s: Λ, time of a lap of one level.
     tick_s: τ, time that a level keeps the busiest link or stage busy; 0 if it
       takes none.
+
+  Returns:
+    The rates for W = 1 … ⌈Λ / τ⌉, as far as S_W is above 1e-4: no level beyond
+    is worth a thought.
   """
   _check_positive(lap_s=lap_s)
   most = _MOST_LEVELS
   if tick_s > lap_s / most:
     most = lap_window(lap_s, tick_s)
-  best, best_rate = 1, 0.0
+  rates = []
+  reach, passed = 1.0, 0.0  # S_W, and Σ S_i for i = 1 … W
   for window in range(1, most + 1):
-    each_s = max(tick_s, lap_s / window)
-    rate = in_pipe_rate(hit_at(window), lap_s / each_s, each_s)
-    if rate > best_rate * (1 + 1e-9):
-      best, best_rate = window, rate
-  return best
+    hit = hit_at(window)
+    _check_rate(f"hit_at({window})", hit)
+    reach *= hit
+    passed += reach
+    gap_s = max(0.0, lap_s - window * tick_s)
+    if hit == 1:
+      tokens, spent_s = window, window * tick_s + gap_s
+    else:
+      beyond = reach * hit / (1 - hit)
+      tokens = 1 + passed + beyond
+      spent_s = lap_s + tick_s * (passed + beyond)
+      spent_s += gap_s * reach / (1 - hit**window)
+    rates.append(tokens / spent_s)
+    if reach < 1e-4:
+      break
+  return rates
+
+
+def levels_in_flight(
+  hit_at: Callable[[int], float],
+  *,
+  lap_s: float,
+  tick_s: float,
+  slack: float = 0.001,
+) -> int:
+  """Returns how many levels to keep under way: not always all that fit.
+
+  The least W whose rate, by `window_rates`, is within `slack` of the best one.
+  SpecPipe (https://arxiv.org/abs/2504.04104) fills the pipe; where acceptance
+  fades with every level ahead most of that is dead on arrival.
+
+  Args:
+    hit_at: `(levels ahead, from 1) -> a`.
+    lap_s: Λ, time of a lap of one level.
+    tick_s: τ, time that a level keeps the busiest link or stage busy.
+    slack: share of the rate that is given up for fewer levels in vain.
+  """
+  rates = window_rates(hit_at, lap_s=lap_s, tick_s=tick_s)
+  enough = max(rates) * (1 - slack)
+  return next(i + 1 for i, rate in enumerate(rates) if rate >= enough)
 
 
 def stream_rate(

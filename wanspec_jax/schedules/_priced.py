@@ -50,8 +50,8 @@ class Pricing:
   """
 
   pool: int = 64
-  ahead: int = 32
-  min_probability: float = 0.003
+  ahead: int = 96
+  min_probability: float = 1e-4
   draft_width: int = 8
   slack: float = 0.05
 
@@ -85,12 +85,15 @@ def _growth(
   """Returns what to ask the drafter for, if more nodes could be of use.
 
   A leaf grows if its children, at the rate of hits, would be among the `ahead`
-  best of what is ready to be launched.
+  best of what is ready to be launched. Where drafts cost next to nothing, what
+  is still unlaunched is drafted afresh after each verdict: the further ahead of
+  the committed text a token was drafted, the less it is worth.
   """
   if spec.remaining <= 1:
     return None
   root = spec.nodes[spec.root]
   floor = math.log(limits.min_probability) + root.path_log_p
+  is_stale = not pipe.costs.draft.per_level_s and spec.drafted_root != spec.root
   latest = _latest(spec, pipe, time_s)
   soonest_s = pipe.tail_s(1, time_s)
   ready, leaves = [], []
@@ -101,16 +104,26 @@ def _growth(
     score = chance * max(0.0, latest[node.id] - soonest_s)
     if node.run is None and node.id != spec.root:
       ready.append(score)
-    if (
-      node.grown is None
-      and node.position - root.position < spec.remaining - 1
-      and not spec.below.get(node.id)
-    ):
-      leaves.append((-score, node.id))
+    if node.position - root.position >= spec.remaining - 1:
+      continue
+    if is_stale:
+      if node.run is not None or node.id == spec.root:
+        sent = sum(
+          math.exp(spec.nodes[c].log_p)
+          for c in spec.below.get(node.id, ())
+          if spec.nodes[c].run is not None
+        )
+        leaves.append((-score * max(0.0, 1 - sent), node.id))
+    elif node.grown is None:  # it may lack children that an answer left out
+      leaves.append((-score * (1 - _covered(spec, node.id)), node.id))
   least = 0.0
-  if len(ready) >= limits.ahead:
+  ahead = limits.ahead
+  if pipe.costs.draft.per_level_s and spec.flights:
+    # Just in time: two runs of what the pipe has been taking.
+    ahead = min(ahead, max(2, 2 * len(spec.flights[-1].ids)))
+  if len(ready) >= ahead and not is_stale:
     ready.sort(reverse=True)
-    least = ready[limits.ahead - 1] / max(pipe.hit_rate, 0.05)
+    least = ready[ahead - 1] / max(pipe.hit_rate, 0.05)
   leaves.sort()
   anchors = [
     node for minus, node in leaves[: limits.draft_width] if -minus >= least
@@ -135,10 +148,12 @@ def _better_waits(spec: Speculation, pipe: Pipe) -> bool:
   have = max(spec.depth(node) for node in spec.nodes)
   # A drafter that does not pay by level answers with all of them at once.
   answer_s = draft.seconds(1, 1 if draft.per_level_s else 8)
-  # One level more: held back, everything comes an answer later; launched
-  # without it, that level lags by the spacing of two runs.
+  # One level more: held back, everything comes an answer later and shares its
+  # hops with another row; launched without it, that level lags by the spacing
+  # of two runs.
   spacing_s = pipe.costs.occupancy_s(1)
-  return pipe.hit_rate ** (have + 1) * spacing_s >= answer_s
+  row_s = pipe.costs.tail_s(2) - pipe.costs.tail_s(1)
+  return pipe.hit_rate ** (have + 1) * spacing_s >= answer_s + row_s
 
 
 def _sizes(most: int) -> list[int]:
@@ -160,22 +175,26 @@ class _Candidate(NamedTuple):
   latest_s: float
 
 
+def _covered(spec: Speculation, node_id: int) -> float:
+  """Returns the probability that the next token is a drafted child."""
+  below = spec.below.get(node_id, ())
+  return min(sum(math.exp(spec.nodes[child].log_p) for child in below), 1.0)
+
+
 def _leaves_at(spec: Speculation, pipe: Pipe, node_id: int) -> float:
   """Returns the probability that the text leaves the drafted tree there."""
   node = spec.nodes[node_id]
-  below = spec.below.get(node_id)
-  if below:
-    covered = sum(math.exp(spec.nodes[child].log_p) for child in below)
-  else:
-    covered = pipe.hit_rate if node.grown is None else 0.0
+  covered = _covered(spec, node_id)
+  if node.grown is None:
+    covered = max(covered, pipe.hit_rate)
   chance = math.exp(node.path_log_p - spec.nodes[spec.root].path_log_p)
-  return chance * max(0.0, 1 - covered)
+  return chance * (1 - covered)
 
 
 def _latest(spec: Speculation, pipe: Pipe, time_s: float) -> dict[int, float]:
   """Returns, per alive node, when the tail would have its children if they
   waited for the verdict on their nearest launched ancestor."""
-  lap_s = pipe.costs.lap_s(2)
+  lap_s = pipe.costs.lap_s(1)
   tails = {flight.run: flight.tail_s for flight in spec.flights}
   latest: dict[int, float] = {}
   for node in spec.nodes.values():  # parents come first
@@ -208,12 +227,26 @@ def _ranked(
       continue
     chance = math.exp(node.path_log_p - root.path_log_p)
     saves_s = max(0.0, latest[node.id] - soonest_s)
-    scored.append((-chance * saves_s, node.id))
+    if saves_s > 0:
+      scored.append((-chance, node.id, chance * saves_s))
   scored.sort()
-  return [
-    _Candidate(node, _leaves_at(spec, pipe, node), latest[node])
-    for _, node in scored[: limits.pool]
-  ]
+  space_s = pipe.costs.occupancy_s(1)
+  kept: set[int] = set()
+  ranked = []
+  for i, (_, node, worth) in enumerate(scored):
+    parent = spec.nodes[node].parent
+    is_reached = parent in kept or spec.nodes[parent].run is not None
+    if not is_reached and parent != spec.root:
+      continue  # its parent does not pay, so neither does it
+    # Its turn makes all that follows later.
+    after = -scored[i + 1][0] if i + 1 < len(scored) else 0.0
+    if worth < after * space_s and i:
+      continue
+    kept.add(node)
+    ranked.append(_Candidate(node, _leaves_at(spec, pipe, node), latest[node]))
+    if len(ranked) == limits.pool:
+      break
+  return ranked
 
 
 def _best_run(
