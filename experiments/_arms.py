@@ -188,23 +188,50 @@ def profile_of(
 DRAFT_S_PER_NODE = 2.5e-5
 
 
+SCHEDULES: dict[str, Callable[[], sch.Policy]] = {
+  "priced": sch.priced,
+  "continuous": sch.continuous,
+  "in_pipe": sch.in_pipe,
+  "segments": sch.segments,
+  "hedged": sch.hedged,
+  "branched": sch.branched,
+  "rate_matched": sch.rate_matched,
+}
+
+
 def make_driver(
   *,
   cluster: Cluster,
   costs: sch.Costs,
   settings: Speculate,
   drafter: Drafter,
+  schedule: str = "lockstep",
+  calibration: sch.Calibration | None = None,
   on_emit: Callable[[int, tuple[int, ...]], None] | None = None,
 ) -> Driver:
-  """Returns an engine with the lockstep policy, ready for requests."""
+  """Returns an engine with its policy, ready for requests.
+
+  Args:
+    cluster: the ring.
+    costs: of the ring.
+    settings: what is drafted; sizes count for lockstep alone.
+    drafter: see `make_drafter`.
+    schedule: name of the policy; without a drafter it is plain decoding.
+    calibration: what is known of the drafter already.
+    on_emit: see `Driver`.
+  """
   shape = cluster.shape
-  max_nodes = 0 if drafter.name == "none" else settings.max_nodes
-  policy = sch.lockstep(make_size(settings), max_nodes=max_nodes)
+  if schedule == "lockstep" or drafter.name == "none":
+    max_nodes = 0 if drafter.name == "none" else settings.max_nodes
+    policy = sch.lockstep(make_size(settings), max_nodes=max_nodes)
+  else:
+    policy = SCHEDULES[schedule]()
   engine = sch.init(
     policy,
     costs,
     capacity=shape.capacity,
     prefill_rows=shape.max_rows,
+    calibration=calibration,
   )
   return Driver(engine, drafter, on_emit=on_emit)
 

@@ -60,6 +60,8 @@ class Session:
     self.vocab_size = models.load_config(cluster.model).vocab_size
     self._world = world
     self.costs = _arms.ring_costs(cluster, settings.links, profile)
+    # One per drafter: what verdicts on one prompt taught serves the next.
+    self._calibrations: dict[str, sch.Calibration] = {}
 
   def lap_s(self, num_rows: int) -> float:
     """Returns the modelled lap of a run of that many rows."""
@@ -85,6 +87,10 @@ class Session:
     return _arms.make_driver(
       cluster=self.cluster,
       costs=self.costs,
+      schedule=self.settings.schedule,
+      calibration=self._calibrations.setdefault(
+        speculate.drafter, sch.Calibration()
+      ),
       settings=speculate,
       drafter=_arms.make_drafter(
         speculate,
@@ -116,7 +122,10 @@ async def open_session(
       cluster = make_cluster(settings)
     shape = cluster.shape
     hops = settings.links.hops(cluster.num_stages)
-    sizes = sizes_needed(shape, max_length + settings.speculate.max_nodes)
+    spare = settings.speculate.max_nodes
+    if settings.schedule != "lockstep":  # several runs hold nodes at once
+      spare *= 4
+    sizes = sizes_needed(shape, max_length + spare)
     if settings.world == "virtual":
       world, seconds = virtual_ring(settings, cluster, sizes[-1])
       profile = read_profile(settings) or _arms.profile_of(cluster, seconds)

@@ -67,7 +67,7 @@ class Decode:
     links: emulated links; with `--cluster`, only when `emulate` is on.
     emulate: emulate the links; off leaves them as they are.
     speculate: what is drafted and launched.
-    schedule: policy.
+    schedule: policy (docs/schedules.md); all but `lockstep` at their defaults.
     world: `sockets` (wall clock) or `virtual` (modelled time, real tokens).
     plain: decode plainly too, for comparison.
     plain_from: run directory whose plain decoding is taken instead; refused if
@@ -90,7 +90,16 @@ class Decode:
   links: Links = dataclasses.field(default_factory=Links)
   emulate: bool = True
   speculate: Speculate = dataclasses.field(default_factory=Speculate)
-  schedule: Literal["lockstep"] = "lockstep"
+  schedule: Literal[
+    "lockstep",
+    "priced",
+    "continuous",
+    "in_pipe",
+    "segments",
+    "hedged",
+    "branched",
+    "rate_matched",
+  ] = "lockstep"
   world: Literal["sockets", "virtual"] = "sockets"
   plain: bool = True
   plain_from: pathlib.Path | None = None

@@ -16,4 +16,9 @@ from wanspec_jax.worlds._sockets import SocketRing as SocketRing
 from wanspec_jax.worlds._stage import Output as Output
 from wanspec_jax.worlds._stage import Stage as Stage
 from wanspec_jax.worlds._stage import StageShape as StageShape
+from wanspec_jax.worlds._toy import ToyStage as ToyStage
+from wanspec_jax.worlds._toy import toy_text as toy_text
 from wanspec_jax.worlds._virtual import VirtualRing as VirtualRing
+from wanspec_jax.worlds._weather import Kill as Kill
+from wanspec_jax.worlds._weather import Stall as Stall
+from wanspec_jax.worlds._weather import Weather as Weather

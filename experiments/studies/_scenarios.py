@@ -1,0 +1,326 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Random rings with random faults, by seed, for the chaos study."""
+
+import dataclasses
+import math
+import random
+from collections.abc import Callable
+from typing import Any
+
+import drafters
+from wanspec_jax import schedules as sch
+from wanspec_jax import wire
+from wanspec_jax.base import Drafter
+from wanspec_jax.links import Link, Ring, StageProfile, hop_bytes_model
+from wanspec_jax.messages import Sampling
+from wanspec_jax.worlds import (
+  Driver,
+  Kill,
+  Outcome,
+  Stall,
+  ToyStage,
+  VirtualRing,
+  Weather,
+  toy_text,
+)
+
+VOCAB = 12
+SKIP = 33
+_SLOTS = 512
+_MAX_ROWS = 32
+# A state of the toy target, which is what a row's frame carries.
+_ROW_BYTES = 8
+
+POLICIES: dict[str, Callable[[random.Random], sch.Policy]] = {
+  "priced": lambda r: sch.priced(),
+  "lockstep": lambda r: _lockstep(r.choice([1, 4, 16])),
+  "continuous": lambda r: sch.continuous(
+    nodes=r.choice([1, 2, 4]),
+    width=r.choice([1, 2]),
+    max_in_flight=r.choice([2, 8]),
+    threshold=r.choice([0.0, 0.3]),
+    recovery=r.choice([0.0, 0.1]),
+  ),
+  "hedged": lambda r: sch.hedged(
+    depth=r.choice([2, 4]),
+    fan_out=r.choice([1, 2]),
+    launch_hedges=r.choice([0, 2]),
+  ),
+  "branched": lambda r: sch.branched(
+    depth=r.choice([2, 5]), decay=r.choice([None, 0.7])
+  ),
+  "in_pipe": lambda r: sch.in_pipe(
+    width=r.choice([1, 3, 8]), in_flight=r.choice([None, 4])
+  ),
+  "segments": lambda r: sch.segments(
+    segment=r.choice([2, 8]), initial=r.choice([8, 24]), expand=12
+  ),
+  "rate_matched": lambda r: sch.rate_matched(
+    nodes=r.choice([4, 16]), depth=r.choice([2, 5])
+  ),
+}
+
+
+def _lockstep(size: int) -> sch.Policy:
+  return sch.lockstep(
+    lambda gains, lap_s: min(size, len(gains)), max_nodes=size
+  )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Scenario:
+  """One ring, its faults, and what is asked of it.
+
+  Attributes:
+    seed: of everything.
+    policy: name of the policy.
+    has_floor: whether a floor is put under it.
+    delays_s: one-way delay of each hop.
+    bandwidth_bps: of every hop.
+    jitter_s: of every hop.
+    stage_s: time of each stage for up to 8 rows; proportional beyond.
+    level_s: drafting time per level.
+    quality: probability that a node's likeliest child is right.
+    temperature: 0 or 0.8.
+    prompts: lengths, one per sequence.
+    tokens: budget of each.
+    weather: see there.
+    lost_at_s: when the coordinator is lost; None for never.
+  """
+
+  seed: int
+  policy: str
+  has_floor: bool
+  delays_s: tuple[float, ...]
+  bandwidth_bps: float
+  jitter_s: float
+  stage_s: tuple[float, ...]
+  level_s: float
+  quality: float
+  temperature: float
+  prompts: tuple[int, ...]
+  tokens: int
+  weather: Weather
+  lost_at_s: float | None
+
+  @property
+  def is_timed(self) -> bool:
+    """Whether its time is held against plain decoding's."""
+    return (
+      not self.weather.kills
+      and self.lost_at_s is None
+      and (self.has_floor or self.policy == "priced")
+    )
+
+
+def scenario(seed: int) -> Scenario:
+  """Returns the scenario of a seed."""
+  r = random.Random(seed)
+  stages = r.choice([1, 2, 3, 4, 6])
+  lap_s = 10 ** r.uniform(-2, -0.1)
+  shares = [r.uniform(0.3, 1.7) for _ in range(stages + 1)]
+  delays = tuple(lap_s * s / sum(shares) for s in shares)
+  stage_s = tuple(10 ** r.uniform(-3.3, -1.8) for _ in range(stages))
+  hop = r.randrange(stages + 1)
+  start_s = r.uniform(0.2, 20) * lap_s
+  stalls = [Stall(hop, start_s, start_s + r.uniform(0.5, 3.0))]
+  kills = [
+    Kill(r.randrange(stages), r.uniform(0.5, 40) * lap_s, r.uniform(0.1, 2))
+  ]
+  policy = r.choice([*POLICIES, "priced", "priced"])
+  return Scenario(
+    seed=seed,
+    policy=policy,
+    has_floor=policy != "priced" and r.random() < 0.6,
+    delays_s=delays,
+    bandwidth_bps=10 ** r.uniform(5, 9),
+    jitter_s=r.choice([0.0, 0.0, 0.05, 0.3]) * lap_s / (stages + 1),
+    stage_s=stage_s,
+    level_s=r.choice([0.0, 0.0, 0.002, 0.01]),
+    quality=r.choice([0.0, 0.2, 0.5, 0.7, 0.9, 1.0]),
+    temperature=r.choice([0.0, 0.8]),
+    prompts=tuple(r.randint(1, 20) for _ in range(r.choice([1, 1, 1, 2, 3]))),
+    tokens=r.choice([64, 96, 160]),
+    weather=Weather(
+      seed=seed,
+      loss=r.choice([0.0, 0.0, 0.01, 0.05]),
+      retransmit_s=r.uniform(0.05, 0.4),
+      duplicates=r.choice([0.0, 0.1]),
+      stalls=tuple(stalls) if r.random() < 0.3 else (),
+      kills=tuple(kills) if r.random() < 0.25 else (),
+    ),
+    lost_at_s=r.uniform(2, 30) * lap_s if r.random() < 0.1 else None,
+  )
+
+
+def _texts(case: Scenario) -> list[tuple[tuple[int, ...], list[int]]]:
+  """Returns, per sequence, its prompt and the plain text, some beyond the
+  budget for what a drafter may look ahead."""
+  r = random.Random(case.seed + 1)
+  texts = []
+  for i, length in enumerate(case.prompts):
+    prompt = tuple(r.randrange(VOCAB) for _ in range(length))
+    text = toy_text(
+      prompt,
+      Sampling(temperature=case.temperature, seed=case.seed * 8 + i),
+      case.tokens + 40,
+      num_stages=len(case.stage_s),
+      vocab=VOCAB,
+    )
+    texts.append((prompt, text))
+  return texts
+
+
+def _drafter(case: Scenario, texts: Any) -> Drafter:
+  first = min(case.quality, 0.97)
+  rest = (1 - first) * 0.5 if case.quality else 0.0
+  marginals = [max(first, 1e-3), max(rest, 1e-4)]
+  by_key = {
+    case.seed * 8 + i: drafters.synthetic(
+      text, acceptance=marginals, vocab_size=VOCAB, seed=case.seed
+    )
+    for i, (_, text) in enumerate(texts)
+  }
+
+  def init(params, prompt, request_key):
+    one = by_key[request_key]
+    return one, one.init(params, prompt, request_key)
+
+  def expand(state, anchors, budget, levels=None):
+    one, inner = state
+    inner, nodes = one.expand(inner, anchors, budget, levels)
+    return (one, inner), nodes
+
+  def rebase(state, root):
+    return state[0], state[0].rebase(state[1], root)
+
+  def observe(state, tokens, features=None):
+    return state[0], state[0].observe(state[1], tokens, features)
+
+  return Drafter("synthetic", init, expand, rebase, observe)
+
+
+def _world(case: Scenario) -> tuple[VirtualRing, sch.Costs]:
+  num = len(case.stage_s)
+  buckets = (8, 16, 32)
+  profile = StageProfile(
+    buckets=buckets,
+    seconds=tuple(tuple(t * b / 8 for b in buckets) for t in case.stage_s),
+    dtype="toy",
+    device="modelled",
+  )
+  draft = sch.DraftCosts(per_level_s=case.level_s)
+  ring = VirtualRing(
+    stages=[
+      ToyStage(
+        capacity=_SLOTS, is_first=i == 0, is_last=i == num - 1, vocab=VOCAB
+      )
+      for i in range(num)
+    ],
+    hops=[
+      wire.LinkShaper(
+        delay_s=delay,
+        bandwidth_bps=case.bandwidth_bps,
+        jitter_s=case.jitter_s,
+        seed=case.seed * 16 + i,
+      )
+      for i, delay in enumerate(case.delays_s)
+    ],
+    profile=profile,
+    draft=draft,
+    weather=case.weather,
+    trace=False,
+  )
+  costs = sch.Costs.of_ring(
+    Ring.from_links(
+      [
+        Link(
+          rtt_s=2 * delay,
+          bandwidth_bps=case.bandwidth_bps,
+          jitter_s=case.jitter_s,
+        )
+        for delay in case.delays_s
+      ]
+    ),
+    profile,
+    hop_bytes_model(
+      num_stages=num,
+      ids_bytes_per_node=4,
+      row_bytes=_ROW_BYTES,
+      header_bytes=12,
+      verdict_bytes=6,
+    ),
+    max_rows=_MAX_ROWS,
+    draft=draft,
+  )
+  return ring, costs
+
+
+def _decode(
+  case: Scenario, texts: Any, policy: sch.Policy
+) -> tuple[list[Outcome], int]:
+  """Returns the outcomes and how many runs never came to an end."""
+  ring, costs = _world(case)
+  requests = [
+    sch.Request(
+      prompt=prompt,
+      max_new_tokens=case.tokens,
+      sampling=Sampling(temperature=case.temperature, seed=case.seed * 8 + i),
+    )
+    for i, (prompt, _) in enumerate(texts)
+  ]
+  spent_s = 0.0
+  until_s = case.lost_at_s or math.inf
+  done: list[Outcome | None] = [None] * len(requests)
+  for _ in range(2):  # once more, from the client's mirror, if it was lost
+    engine = sch.init(policy, costs, capacity=_SLOTS, prefill_rows=16)
+    driver = Driver(engine, _drafter(case, texts))
+    left = [i for i, outcome in enumerate(done) if outcome is None]
+    for stage in ring.stages:
+      stage.reset()
+    result = ring.run(
+      driver, [(0.0, requests[i]) for i in left], until_s=until_s
+    )
+    for i, outcome in zip(left, result.outcomes.values(), strict=True):
+      outcome.tokens = [*requests[i].emitted, *outcome.tokens]
+      if outcome.reason:
+        done[i] = outcome
+      else:
+        requests[i] = dataclasses.replace(
+          requests[i], emitted=tuple(outcome.tokens)
+        )
+    spent_s += until_s
+    if until_s == math.inf or all(done):
+      break
+    until_s = math.inf
+  hung = sum(outcome is None for outcome in done)
+  return [outcome for outcome in done if outcome is not None], hung
+
+
+def play(seed: int) -> dict[str, Any]:
+  """Returns what became of a scenario."""
+  case = scenario(seed)
+  texts = _texts(case)
+  policy = POLICIES[case.policy](random.Random(seed + 2))
+  if case.has_floor:
+    policy = sch.with_floor(policy)
+  outcomes, hung = _decode(case, texts, policy)
+  report: dict[str, Any] = {
+    "seed": seed,
+    "policy": policy.name,
+    "quality": case.quality,
+    "hung": hung,
+    "diverged": sum(
+      outcome.tokens != text[: case.tokens] or outcome.reason != "length"
+      for outcome, (_, text) in zip(outcomes, texts, strict=False)
+    ),
+  }
+  if case.is_timed and not hung and not report["diverged"]:
+    plain, _ = _decode(case, texts, _lockstep(0))
+    report["speedup"] = _time_s(plain) / _time_s(outcomes)
+  return report
+
+
+def _time_s(outcomes: list[Outcome]) -> float:
+  """Returns the time from the 33rd token on, all sequences together."""
+  return sum(o.emitted_s[-1] - o.emitted_s[SKIP - 1] for o in outcomes)
