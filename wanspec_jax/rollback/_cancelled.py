@@ -40,15 +40,16 @@ class Cancelled:
     Returns:
       The run, and `[k]` indices of the rows kept; None if all were.
     """
+    if not self._cancels:
+      return run, None
     while self._cancels and (
       run.epoch > self._epoch or self._cancels[0].before_run <= run.run_id
     ):
-      self._dead.subtract(
-        (sequence, node)
-        for sequence, ids in self._cancels.popleft().nodes
-        for node in ids
-      )
-      self._dead = +self._dead
+      for sequence, ids in self._cancels.popleft().nodes:
+        for node in ids:
+          self._dead[sequence, node] -= 1
+          if not self._dead[sequence, node]:
+            del self._dead[sequence, node]
     dead = self._dead
     if not dead or run.epoch < self._epoch:
       return run, None

@@ -53,6 +53,7 @@ from wanspec_jax.schedules._segments import segments as segments
 from wanspec_jax.schedules._speculation import Flight as Flight
 from wanspec_jax.schedules._speculation import Node as Node
 from wanspec_jax.schedules._speculation import Speculation as Speculation
+from wanspec_jax.schedules._state import Answer as Answer
 from wanspec_jax.schedules._state import EngineState as EngineState
 from wanspec_jax.schedules._state import Grow as Grow
 from wanspec_jax.schedules._state import Hold as Hold

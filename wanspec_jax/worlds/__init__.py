@@ -9,6 +9,7 @@ from wanspec_jax.worlds._driver import SessionResult as SessionResult
 from wanspec_jax.worlds._driver import Span as Span
 from wanspec_jax.worlds._local import load_stage as load_stage
 from wanspec_jax.worlds._local import local_cluster as local_cluster
+from wanspec_jax.worlds._replay import PassStage as PassStage
 from wanspec_jax.worlds._replay import ReplayStage as ReplayStage
 from wanspec_jax.worlds._serving import SessionFault as SessionFault
 from wanspec_jax.worlds._serving import StageServer as StageServer

@@ -108,3 +108,34 @@ class ReplayStage:
       None,
       run.num_rows,
     )
+
+
+_ZEROS = memoryview(bytes(1 << 20))
+
+
+class PassStage:
+  """A stage that passes runs on and keeps no books: for large modelled rings.
+
+  Args:
+    row_bytes: bytes of hidden state per row that it sends.
+  """
+
+  def __init__(self, row_bytes: int):
+    self._row_bytes = row_bytes
+    self.reset()
+
+  def reset(self) -> None:
+    """Forgets what was cancelled."""
+    self._cancelled = Cancelled()
+
+  def cancel(self, cancel: Cancel) -> None:
+    """Notes nodes whose rows need not be computed any more."""
+    self._cancelled.add(cancel)
+
+  def process(self, run: Run, payload: Any = None) -> Output:
+    """Drops cancelled rows; the payload is zeros of the right length."""
+    del payload
+    run, _ = self._cancelled.filter(run)
+    size = self._row_bytes * run.num_rows
+    data = _ZEROS[:size] if size <= len(_ZEROS) else bytes(size)
+    return Output(run, data, run.num_rows)

@@ -95,7 +95,7 @@ class Output(NamedTuple):
   """
 
   message: Run | Returned
-  payload: bytes | None
+  payload: bytes | memoryview | None
   num_rows: int
 
 

@@ -171,6 +171,8 @@ class _Session:
     self._next_run = [0] * (num + 1)
     self._epoch = 0
     self._sizes: dict[int, tuple[Run, dict[str, int]]] = {}
+    self._loads: dict[int, tuple[Run, int, dict[str, int]]] = {}
+    self._spent_s: dict[int, list[float]] = {}
     self._spans: list[Span] = []
     self._counter = wire.ByteCounter()
     self._client = wire.ShaperState()
@@ -328,20 +330,28 @@ class _Session:
     message = frame.message
     if isinstance(message, Returned):
       self._sizes.pop(message.run_id, None)
+      self._loads.pop(message.run_id, None)
       classes = wire.frame_classes(wire.encode_returned(message))
       if self._ring.feature_bytes and message.verdicts:
         drawn = sum(len(v.tokens) for v in message.verdicts)
         classes["features"] = drawn * self._ring.feature_bytes
     else:
-      known = self._sizes.get(message.run_id)
-      if known is None or known[0] is not message:
-        known = (message, wire.frame_classes(wire.encode_run(message)))
-        self._sizes[message.run_id] = known
-      classes = known[1]
-      if frame.payload is not None:
-        classes = _with_payload(classes, len(frame.payload))
+      classes = self._run_bytes(message, frame.payload)
     self._counter.add(f"hop {frame.hop}", classes)
     return sum(classes.values())
+
+  def _run_bytes(self, run: Run, payload: Any) -> dict[str, int]:
+    known = self._sizes.get(run.run_id)
+    if known is None or known[0] is not run:
+      known = (run, wire.frame_classes(wire.encode_run(run)))
+      self._sizes[run.run_id] = known
+    if payload is None:
+      return known[1]
+    load = self._loads.get(run.run_id)
+    if load is None or load[0] is not run or load[1] != len(payload):
+      load = (run, len(payload), _with_payload(known[1], len(payload)))
+      self._loads[run.run_id] = load
+    return load[2]
 
   def _send_back(self, cancel: Cancel, after: int) -> None:
     """Sends a cancel from stage `after` (the coordinator: P) to the one before
@@ -380,7 +390,7 @@ class _Session:
     run = item.message
     assert isinstance(run, Run)
     output = self._ring.stages[stage].process(run, item.payload)
-    spent_s = float(self._ring.profile.stage_s(output.num_rows)[stage])
+    spent_s = self._stage_s(output.num_rows)[stage]
     done_s = self._now_s + spent_s
     if spent_s:
       name = f"{output.num_rows} rows"
@@ -388,6 +398,11 @@ class _Session:
         name += f", {run.num_rows - output.num_rows} cancelled"
       self._note(f"stage {stage}", name, self._now_s, done_s, run.run_id)
     self._post(done_s, _Done(stage, output, self._lives[stage]))
+
+  def _stage_s(self, num_rows: int) -> list[float]:
+    if num_rows not in self._spent_s:
+      self._spent_s[num_rows] = self._ring.profile.stage_s(num_rows).tolist()
+    return self._spent_s[num_rows]
 
   def _die(self, kill: Kill) -> None:
     if self._driver.done:
