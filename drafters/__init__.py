@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Things that propose trees: records of pure functions (`Drafter`)."""
 
+from drafters._by_request import by_request as by_request
+from drafters._nested import NestedState as NestedState
+from drafters._nested import nested as nested
 from drafters._none import none as none
 from drafters._replay import Round as Round
 from drafters._replay import check_nodes as check_nodes

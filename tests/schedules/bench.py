@@ -153,6 +153,9 @@ class Recorder:
     self.used = {}
     self.rows = {}
 
+  def reset(self):
+    self.stage.reset()
+
   def cancel(self, cancel):
     self.stage.cancel(cancel)
 

@@ -181,6 +181,9 @@ def test_speculation_equals_plain(whole, pair, texts, plain, kind, num_stages):
     def __init__(self, stage):
       self.stage = stage
 
+    def reset(self):
+      self.stage.reset()
+
     def process(self, run, payload=None):
       out = self.stage.process(run, payload)
       sizes.add(self.stage._cache.num_slots)
@@ -214,6 +217,9 @@ def test_dead_and_free_slots_are_never_seen(whole, texts, plain):
   class Poisoned:
     def __init__(self, stage):
       self.stage = stage
+
+    def reset(self):
+      self.stage.reset()
 
     def process(self, run, payload=None):
       out = self.stage.process(run, payload)

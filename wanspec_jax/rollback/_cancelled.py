@@ -53,19 +53,17 @@ class Cancelled:
     dead = self._dead
     if not dead or run.epoch < self._epoch:
       return run, None
-    # The root of a text that goes on is never dead: this one has ended.
-    commits = tuple(c for c in run.commits if (c.sequence, c.root) not in dead)
-    if len(commits) < len(run.commits):
-      run = dataclasses.replace(run, commits=commits)
-    alive = [
-      i
-      for i, row in enumerate(
-        zip(run.sequences.tolist(), run.ids.tolist(), strict=True)
+    if run.commits:
+      # The root of a text that goes on is never dead: this one has ended.
+      commits = tuple(
+        c for c in run.commits if (c.sequence, c.root) not in dead
       )
-      if row not in dead
-    ]
-    if len(alive) == run.num_rows:
+      if len(commits) < len(run.commits):
+        run = dataclasses.replace(run, commits=commits)
+    rows = list(zip(run.sequences.tolist(), run.ids.tolist(), strict=True))
+    if dead.keys().isdisjoint(rows):
       return run, None
+    alive = [i for i, row in enumerate(rows) if row not in dead]
     keep = np.asarray(alive, np.int64)
     columns = ("sequences", "ids", "parents", "tokens", "committed")
     return dataclasses.replace(

@@ -61,10 +61,12 @@ def init(capacity: int) -> SlotTable:
 
 def _copy(state: SlotTable) -> SlotTable:
   return SlotTable(
-    **{
-      field.name: getattr(state, field.name).copy()
-      for field in dataclasses.fields(state)
-    }
+    used=state.used.copy(),
+    committed=state.committed.copy(),
+    keys=state.keys.copy(),
+    sequences=state.sequences.copy(),
+    parents=state.parents.copy(),
+    positions=state.positions.copy(),
   )
 
 
@@ -125,9 +127,12 @@ def reserve(
   state.keys[slots] = _pack(sequences, ids)
   state.sequences[slots] = sequences
   state.parents[slots] = _slots_of(state, _pack(sequences, parents))
-  for slot in slots:  # parents first: rows are topologically ordered
-    parent = state.parents[slot]
-    state.positions[slot] = 0 if parent == slot else state.positions[parent] + 1
+  positions = state.positions
+  # Parents first: rows are topologically ordered.
+  for slot, parent in zip(
+    slots.tolist(), state.parents[slots].tolist(), strict=True
+  ):
+    positions[slot] = 0 if parent == slot else positions[parent] + 1
   return state, slots
 
 

@@ -3,6 +3,17 @@
 
 from wanspec_jax.schedules._branched import branched as branched
 from wanspec_jax.schedules._calibration import Calibration as Calibration
+from wanspec_jax.schedules._closed_forms import always_rolling as always_rolling
+from wanspec_jax.schedules._closed_forms import (
+  expected_tokens as expected_tokens,
+)
+from wanspec_jax.schedules._closed_forms import lookahead as lookahead
+from wanspec_jax.schedules._closed_forms import (
+  overlapped_rate as overlapped_rate,
+)
+from wanspec_jax.schedules._closed_forms import (
+  synchronous_rate as synchronous_rate,
+)
 from wanspec_jax.schedules._continuous import continuous as continuous
 from wanspec_jax.schedules._engine import init as init
 from wanspec_jax.schedules._engine import step as step

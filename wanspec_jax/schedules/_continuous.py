@@ -2,9 +2,10 @@
 """Continuous: the drafter never waits for a verdict.
 
 The asynchronous speculation of PipeInfer (https://arxiv.org/abs/2407.11798),
-with AMUSD's stream of single tokens (https://arxiv.org/abs/2410.17375: `nodes`
-1) and PicoSpec's micro-steps (https://arxiv.org/abs/2603.19133: `nodes` 4,
-truncated where drafting lags) as settings of it.
+with AMUSD (https://arxiv.org/abs/2410.17375: `nodes` 1, `most` 16,
+`max_in_flight` 1: the verifier takes whatever is there when it is free) and
+PicoSpec's micro-steps (https://arxiv.org/abs/2603.19133: `nodes` 4, truncated
+where drafting lags) as settings of it.
 """
 
 from wanspec_jax.schedules._paths import best_path, can_grow, stated
@@ -16,6 +17,7 @@ from wanspec_jax.schedules._state import Answer, Grow, Policy, Send
 def continuous(
   *,
   nodes: int = 4,
+  most: int | None = None,
   width: int = 1,
   max_in_flight: int = 8,
   threshold: float = 0.0,
@@ -40,6 +42,9 @@ def continuous(
 
   Args:
     nodes: depth of a micro-batch; PicoSpec's best is 4, PipeInfer's 3 to 4.
+    most: drafted tokens that a run may carry when more are there than `nodes`,
+      because no run could be launched; by default no more. One token beyond is
+      drafted meanwhile: the next root.
     width: children drafted of each token; the likeliest leads on.
     max_in_flight: runs in flight.
     threshold: see above.
@@ -55,6 +60,9 @@ def continuous(
   ):
     if value < 1:
       raise ValueError(f"{field} = {value}: must be >= 1")
+  if most is not None and most < nodes:
+    raise ValueError(f"most = {most}: must be >= nodes = {nodes}")
+  cap, stock = (nodes, nodes) if most is None else (most, most + 1)
 
   def decide(spec: Speculation, pipe: Pipe, time_s: float) -> Answer:
     path = best_path(spec, spec.root)
@@ -64,7 +72,7 @@ def continuous(
     unsure = [i for i, n in enumerate(waiting) if stated(spec.nodes[n]) < bar]
     is_unsure = bool(unsure)
     batch = waiting[: unsure[0]] if unsure else waiting
-    batch = batch[: min(nodes, spec.max_new_nodes)]
+    batch = batch[: min(cap, spec.max_new_nodes)]
     if not spec.root_launched:  # with what happens to hang below it
       return Send(_with_siblings(spec, batch))
     has_room = spec.in_flight < max_in_flight
@@ -74,12 +82,12 @@ def continuous(
       and bool(spec.flights)
       and spec.flights[0].return_s <= time_s + pipe.costs.draft.per_level_s
     )
-    if has_room and batch and (len(batch) == nodes or ends or lags):
+    if has_room and batch and (len(batch) >= nodes or ends or lags):
       return Send(_with_siblings(spec, batch))
     if (
       not spec.drafting
       and not is_unsure
-      and len(waiting) < nodes
+      and len(waiting) < stock
       and can_grow(spec, tip)
     ):
       return Grow((spec.anchor(tip),), width, 1)

@@ -15,6 +15,7 @@ from wanspec_jax.schedules._state import (
   Send,
   SequenceState,
 )
+from wanspec_jax.schedules._verdicts import stop_reason
 
 
 def _budget(state: EngineState, request: ev.Request) -> int:
@@ -40,7 +41,8 @@ def admit(state: EngineState, actions: list[ev.Action], now_s: float) -> None:
   well; `_free_for_speculation` lets them drain.
 
   A request whose prompt and budget exceed the whole capacity gets the budget
-  that fits: it ends with `length`, decided here and nowhere else.
+  that fits: it ends with `length`, decided here and nowhere else. A resumed
+  text that had come to its end already ends again, for the same reason.
   """
   while state.queue:
     sequence, request = state.queue[0]
@@ -49,16 +51,18 @@ def admit(state: EngineState, actions: list[ev.Action], now_s: float) -> None:
     if _reserved(state) + _held(state) + need > state.capacity:
       break
     state.queue.popleft()
-    left = budget - len(request.emitted)
-    if left <= 0:
-      actions.append(ev.Finish(sequence=sequence, reason="length"))
+    emitted = list(request.emitted)
+    reason = stop_reason(request, emitted, budget)
+    if reason is not None:
+      actions.append(ev.Finish(sequence=sequence, reason=reason))
       continue
     tokens = request.prompt + request.emitted
+    left = budget - len(emitted)
     state.sequences[sequence] = SequenceState(
       request=request,
       spec=start(sequence, tokens, left, prompt_length=len(request.prompt)),
       budget=budget,
-      emitted=list(request.emitted),
+      emitted=emitted,
       rounds=[],
     )
     state.pipe.num_sequences = len(state.sequences)

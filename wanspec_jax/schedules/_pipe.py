@@ -159,6 +159,15 @@ class Pipe:
         at += delays[i >> 1]
     return at
 
+  def queue_s(self, rows: int, time_s: float, then_s: float) -> float:
+    """Returns how long a run of one row, launched at `then_s`, would queue on
+    its way to the tail if one of `rows` were launched now."""
+    free_s = list(self._free_s)
+    self.launch(rows, time_s)
+    wait_s = self.wait_s(1, then_s)
+    self._free_s = free_s
+    return wait_s
+
   def note_hit(self, hit: bool) -> None:
     """Counts one token whose predecessor had drafted children."""
     self.hit_rate += (hit - self.hit_rate) / _HIT_MEMORY

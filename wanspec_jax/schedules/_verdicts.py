@@ -9,7 +9,7 @@ from wanspec_jax.schedules._speculation import (
   Speculation,
   commit_tokens,
 )
-from wanspec_jax.schedules._state import EngineState, SequenceState
+from wanspec_jax.schedules._state import EngineState
 
 _SPARE_TOKENS = 8
 
@@ -38,7 +38,7 @@ def apply_verdict(
   kept, reason = 0, None
   while reason is None and kept < len(verdict.tokens):
     entry.emitted.append(verdict.tokens[kept])
-    reason = _stop_reason(entry, verdict.tokens[kept])
+    reason = stop_reason(entry.request, entry.emitted, entry.budget)
     kept += 1
   if kept <= accepted:  # what lies behind the end was not decoded
     tested = accepted = kept
@@ -101,15 +101,19 @@ def _cancels(
   ]
 
 
-def _stop_reason(entry: SequenceState, token: int) -> str | None:
-  stop = entry.request.stop
-  if token in stop.ids:
+def stop_reason(
+  request: ev.Request, emitted: list[int], budget: int
+) -> str | None:
+  """Returns why a text ends with the last of its tokens; None if it does
+  not."""
+  stop = request.stop
+  if emitted and emitted[-1] in stop.ids:
     return "stop"
-  if stop.strings:
-    text = _last_text(stop, entry.emitted)
+  if emitted and stop.strings:
+    text = _last_text(stop, emitted)
     if any(s in text for s in stop.strings):
       return "stop_string"
-  if len(entry.emitted) >= entry.budget:
+  if len(emitted) >= budget:
     return "length"
   return None
 

@@ -9,6 +9,11 @@ from wanspec_jax.worlds._driver import SessionResult as SessionResult
 from wanspec_jax.worlds._driver import Span as Span
 from wanspec_jax.worlds._local import load_stage as load_stage
 from wanspec_jax.worlds._local import local_cluster as local_cluster
+from wanspec_jax.worlds._mirror import Mirror as Mirror
+from wanspec_jax.worlds._recording import Difference as Difference
+from wanspec_jax.worlds._recording import Recording as Recording
+from wanspec_jax.worlds._recording import Step as Step
+from wanspec_jax.worlds._recording import replay_events as replay_events
 from wanspec_jax.worlds._replay import PassStage as PassStage
 from wanspec_jax.worlds._replay import ReplayStage as ReplayStage
 from wanspec_jax.worlds._serving import SessionFault as SessionFault

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What every world does with an engine's actions, and what a session yields."""
 
+import collections
 import dataclasses
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -12,6 +13,7 @@ from wanspec_jax.base import Anchor, Drafter, Nodes
 from wanspec_jax.messages import Cancel, Run
 from wanspec_jax.metrics import RoundRecord
 from wanspec_jax.wire import ByteCounter
+from wanspec_jax.worlds._recording import Recording
 
 
 class Span(NamedTuple):
@@ -119,9 +121,18 @@ class Driver:
 
   Not a world: it neither waits nor sends. `handle` returns what to send and the
   drafts to make; the world makes them when its clock says so, through `draft`,
-  and feeds the answer back. While a draft is being made its sequence's drafter
-  state is left alone: what is committed meanwhile is told to the drafter once
-  the answer is in. So `draft` may run on another thread.
+  and feeds the answers back: those of a sequence in the order in which they
+  were asked for, each before the next is begun. From when a draft is asked for
+  until its answer is in, the sequence's drafter state is left alone: what is
+  committed meanwhile is told to the drafter then. So `draft` may run on another
+  thread, and its anchors' paths start where the drafter stands.
+
+  Args:
+    engine: a fresh one.
+    drafter: proposes trees.
+    drafter_params: what its `init` takes.
+    on_emit: `(sequence, tokens)`, called for what each verdict emits.
+    recording: notes every event and what followed.
   """
 
   def __init__(
@@ -129,15 +140,18 @@ class Driver:
     engine: sch.EngineState,
     drafter: Drafter,
     drafter_params: Any = None,
-    on_emit=None,
+    on_emit: Callable[[int, tuple[int, ...]], None] | None = None,
+    recording: Recording | None = None,
   ):
     self.engine = engine
     self.drafter = drafter
     self.outcomes: dict[int, Outcome] = {}
+    self.recording = recording
     self._params = drafter_params
     self._states: dict[int, Any] = {}
-    self._drafting: set[int] = set()
-    self._untold: dict[int, list[sch.Observe]] = {}
+    # Per sequence: drafts that are awaited, and what was committed since each
+    # was asked for. After a fault there may be several.
+    self._awaited: dict[int, collections.deque[list[sch.Observe]]] = {}
     self._on_emit = on_emit
     self.deliver_s: Callable[[float, int], float] | None = None
 
@@ -148,14 +162,16 @@ class Driver:
   def handle(self, event: sch.Event) -> "Work":
     """Steps the engine; returns what the world has to do."""
     if isinstance(event, sch.Drafted):
-      self._drafting.discard(event.sequence)
-      for told in self._untold.pop(event.sequence, ()):
+      awaited = self._awaited.get(event.sequence)
+      for told in awaited.popleft() if awaited else ():
         self._observe(told)
     if isinstance(event, sch.Submitted):
       self.outcomes[event.sequence] = Outcome(
         prompt=event.request.prompt, submitted_s=event.time_s
       )
     self.engine, actions = sch.step(self.engine, event)
+    if self.recording is not None:
+      self.recording.add(event, actions)
     work = Work([], [], [], [])
     for action in actions:
       match action:
@@ -163,7 +179,7 @@ class Driver:
           work.runs.append(run)
         case sch.Draft():
           work.drafts.append(action)
-          self._drafting.add(action.sequence)
+          self._awaited[action.sequence].append([])
         case sch.CancelRows(cancel=cancel):
           work.cancels.append(cancel)
         case sch.Wake(time_s=time_s):
@@ -180,9 +196,10 @@ class Driver:
               state, Anchor(id=root, path=request.emitted)
             )
           self._states[sequence] = state
+          self._awaited[sequence] = collections.deque()
         case sch.Observe(sequence=sequence):
-          if sequence in self._drafting:
-            self._untold.setdefault(sequence, []).append(action)
+          if self._awaited[sequence]:
+            self._awaited[sequence][-1].append(action)
           else:
             self._observe(action)
         case sch.Emit():
@@ -194,7 +211,7 @@ class Driver:
           outcome.rounds = rounds
           outcome.finished_s = event.time_s
           self._states.pop(sequence, None)
-          self._untold.pop(sequence, None)
+          self._awaited.pop(sequence, None)
     return work
 
   def _observe(self, action: sch.Observe) -> None:

@@ -86,8 +86,9 @@ class VirtualRing:
       node.
     drafter_stage: stage whose device the drafter shares: each waits for the
       other. None for a device of its own.
-    client: link from the coordinator's host to the client's, if they differ:
-      requests and tokens cross it.
+    client: link between the coordinator's host and the client's, if they
+      differ: requests and tokens cross it, 4 bytes a token and 4 more a
+      message.
     feature_bytes: bytes of target features per drawn token that return with the
       verdicts, for drafters that want them.
     weather: what goes wrong.
@@ -138,12 +139,16 @@ class VirtualRing:
   ) -> SessionResult:
     """Runs requests, each submitted at its time, until all have ended.
 
+    The stages forget what an earlier session left on them.
+
     Args:
       driver: a fresh engine with its drafter.
       requests: `(time_s, request)`; sequence numbers follow the order.
       until_s: when the coordinator is lost with all it knows; what the client
         has of its texts by then is in the outcomes.
     """
+    for stage in self.stages:
+      stage.reset()
     return _Session(self, driver).run(requests, until_s)
 
 
@@ -167,7 +172,10 @@ class _Session:
     self._is_drafting = False
     self._is_busy = [False] * num
     self._lives = [0] * num
-    self._is_down = [False] * num
+    self._kills = [0] * num  # of a stage, not yet made good
+    # Killed in this epoch: what others still send it means nothing to it, also
+    # when it is up again and waits for another.
+    self._is_blank = [False] * num
     self._next_run = [0] * (num + 1)
     self._epoch = 0
     self._sizes: dict[int, tuple[Run, dict[str, int]]] = {}
@@ -175,26 +183,22 @@ class _Session:
     self._spent_s: dict[int, list[float]] = {}
     self._spans: list[Span] = []
     self._counter = wire.ByteCounter()
-    self._client = wire.ShaperState()
+    self._asked, self._told = wire.ShaperState(), wire.ShaperState()
     self._num_events = 0
 
   def run(
     self, requests: Sequence[tuple[float, sch.Request]], until_s: float
   ) -> SessionResult:
-    ring = self._ring
-    client = ring.client
-    if client is not None:
+    if self._ring.client is not None:
       self._driver.deliver_s = self._deliver
-    for sequence, (time_s, request) in enumerate(requests):
-      due_s = time_s
-      if client is not None:
-        due_s = client.schedule(
-          wire.ShaperState(), time_s, 4 * len(request.prompt)
-        )[1]
+    for sequence, (time_s, request) in sorted(
+      enumerate(requests), key=lambda item: item[1][0]
+    ):
+      due_s = self._ask(time_s, request)
       self._post(
         due_s, sch.Submitted(time_s=due_s, sequence=sequence, request=request)
       )
-    for kill in ring.weather.kills:
+    for kill in self._ring.weather.kills:
       self._post(kill.time_s, kill)
     left = len(requests)
     while self._heap:
@@ -208,7 +212,10 @@ class _Session:
         break
     for sequence, (time_s, _) in enumerate(requests):
       if sequence in self._driver.outcomes:
-        self._driver.outcomes[sequence].submitted_s = time_s
+        outcome = self._driver.outcomes[sequence]
+        outcome.submitted_s = time_s
+        if outcome.reason and outcome.emitted_s:  # the client's clock counts
+          outcome.finished_s = max(outcome.finished_s, outcome.emitted_s[-1])
     return SessionResult(
       world="virtual",
       outcomes=self._driver.outcomes,
@@ -218,8 +225,9 @@ class _Session:
     )
 
   def _is_idle(self) -> bool:
-    """Whether nothing is left to happen but kills and wakes."""
-    idle = (Kill, _Up, sch.Woke)
+    """Whether the ring is up and nothing is left to happen but more kills and
+    wakes."""
+    idle = (Kill, sch.Woke)
     return not any(self._queues) and all(
       isinstance(what, idle) for _, _, what in self._heap
     )
@@ -233,7 +241,7 @@ class _Session:
         if self._is_stale(hop, message):
           return
         if hop < len(self._ring.stages):
-          if not self._is_down[hop]:
+          if not self._is_blank[hop]:
             self._queues[hop].append(what)
             self._start(hop)
         else:
@@ -245,20 +253,24 @@ class _Session:
           self._send(_Frame(stage + 1, output.message, output.payload))
           self._start(stage)
       case _Meets(stage=stage, cancel=cancel):
-        if not self._is_down[stage] and cancel.epoch == self._epoch:
+        if not self._is_blank[stage] and cancel.epoch == self._epoch:
           self._ring.stages[stage].cancel(cancel)
           self._send_back(cancel, stage)
       case _Answer(drafted=drafted):
         self._is_drafting = False
-        if self._ring.drafter_stage is not None:
-          self._is_busy[self._ring.drafter_stage] = False
-          self._start(self._ring.drafter_stage)
+        where = self._ring.drafter_stage
+        if where is not None:
+          self._is_busy[where] = False
         self._hear(drafted)
+        if where is not None:
+          self._start(where)
         self._start_draft()
       case Kill() as kill:
         self._die(kill)
-      case _Up():
-        self._rise()
+      case _Up(kill=kill):
+        self._kills[kill.stage] -= 1
+        if not any(self._kills):
+          self._rise()
       case sch.Submitted():
         self._hear(what)
       case sch.Woke():
@@ -283,13 +295,23 @@ class _Session:
         self._queues[where].append(action)
         self._start(where)
 
+  def _ask(self, time_s: float, request: sch.Request) -> float:
+    """Returns when a request reaches the coordinator, and counts its bytes."""
+    client = self._ring.client
+    if client is None:
+      return time_s
+    size = 4 + 4 * (len(request.prompt) + len(request.emitted))
+    self._counter.add("from client", {"ids": size})
+    self._asked, arrival_s = client.schedule(self._asked, time_s, size)
+    return arrival_s
+
   def _deliver(self, time_s: float, num_tokens: int) -> float:
     """Returns when tokens reach the client, and counts their bytes."""
     client = self._ring.client
     assert client is not None
     size = 4 + 4 * num_tokens
-    self._counter.add("client", {"ids": size})
-    self._client, arrival_s = client.schedule(self._client, time_s, size)
+    self._counter.add("to client", {"ids": size})
+    self._told, arrival_s = client.schedule(self._told, time_s, size)
     return arrival_s
 
   # The drafter. --------------------------------------------------------------
@@ -405,12 +427,9 @@ class _Session:
     return self._spent_s[num_rows]
 
   def _die(self, kill: Kill) -> None:
-    if self._driver.done:
-      return
-    self._is_down[kill.stage] = True
-    self._queues[kill.stage].clear()
-    self._lives[kill.stage] += 1
-    self._is_busy[kill.stage] = False
+    self._kills[kill.stage] += 1
+    self._is_blank[kill.stage] = True
+    self._drop(kill.stage)
     self._note(
       f"stage {kill.stage}",
       "down",
@@ -422,18 +441,24 @@ class _Session:
 
   def _rise(self) -> None:
     """Every stage begins anew under the next epoch."""
-    if self._driver.done:
-      return
     self._epoch += 1
-    for i, stage in enumerate(self._ring.stages):
-      drafts = [x for x in self._queues[i] if isinstance(x, sch.Draft)]
-      self._queues[i].clear()
-      self._queues[i].extend(drafts)
-      self._lives[i] += 1
-      self._is_busy[i] = self._is_drafting and i == self._ring.drafter_stage
-      self._is_down[i] = False
-      stage.reset()
+    self._is_blank = [False] * len(self._is_blank)
+    for i in range(len(self._ring.stages)):
+      self._drop(i)
     self._hear(sch.Faulted(time_s=self._now_s))
+
+  def _drop(self, stage: int) -> None:
+    """Takes all runs from a stage; a drafter on its device lives on."""
+    queue = self._queues[stage]
+    drafts = [x for x in queue if isinstance(x, sch.Draft)]
+    queue.clear()
+    queue.extend(drafts)
+    self._lives[stage] += 1
+    is_drafters = stage == self._ring.drafter_stage
+    self._is_busy[stage] = self._is_drafting and is_drafters
+    self._ring.stages[stage].reset()
+    if is_drafters:
+      self._start(stage)
 
   def _note(
     self, lane: str, name: str, start_s: float, end_s: float, run: int

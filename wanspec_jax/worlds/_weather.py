@@ -18,8 +18,11 @@ class Stall(NamedTuple):
 
 
 class Kill(NamedTuple):
-  """A stage dies with all it holds; `down_s` later a replacement stands, the
-  ring is up again under a new epoch, and committed tokens are replayed."""
+  """A stage dies with all it holds; `down_s` later a replacement stands.
+
+  Once every stage stands, the ring is up again under a new epoch, and committed
+  tokens are replayed.
+  """
 
   stage: int
   time_s: float
@@ -51,7 +54,7 @@ class Weather:
     """Returns when a frame arrives that would have come at `arrival_s`."""
     if self.loss and self._share(hop, int(sent_s / _SLOT_S)) < self.loss:
       arrival_s += self.retransmit_s
-    for stall in self.stalls:
+    for stall in sorted(self.stalls, key=lambda stall: stall.start_s):
       if stall.hop == hop and stall.start_s <= arrival_s < stall.end_s:
         arrival_s = stall.end_s
     return arrival_s
