@@ -4,7 +4,15 @@
 import numpy as np
 from hypothesis import strategies as st
 
-from wanspec_jax.messages import Commit, Open, Returned, Run, Sampling, Verdict
+from wanspec_jax.messages import (
+  Cancel,
+  Commit,
+  Open,
+  Returned,
+  Run,
+  Sampling,
+  Verdict,
+)
 
 INT31 = st.one_of(st.integers(0, 200), st.integers(0, 2**31 - 1))
 INT62 = st.one_of(st.integers(0, 200), st.integers(0, 2**62 - 1))
@@ -80,6 +88,10 @@ VERDICTS = Returned(
     Verdict(sequence=1, tokens=(5,), log_probs=(-0.5,), margins=(2.0,)),
     Verdict(sequence=0, tokens=(300, 1, 2)),
   ),
+)
+CANCEL = Cancel(
+  before_run=700,
+  nodes=((3, (901, 902, 903, 904)), (5, (300, 302, 301))),
 )
 
 
@@ -164,4 +176,24 @@ def returneds(draw) -> Returned:
     )
   return Returned(
     run_id=draw(INT62), epoch=draw(INT31), verdicts=tuple(verdicts)
+  )
+
+
+@st.composite
+def cancels(draw) -> Cancel:
+  ids = st.one_of(
+    st.lists(INT31, min_size=1, max_size=8, unique=True),
+    st.builds(
+      lambda first, count: list(range(first, first + count)),
+      st.integers(0, 2**31 - 20),
+      st.integers(1, 20),
+    ),
+  )
+  return Cancel(
+    epoch=draw(INT31),
+    before_run=draw(INT62),
+    nodes=tuple(
+      (sequence, tuple(draw(ids)))
+      for sequence in draw(st.lists(INT31, min_size=1, max_size=4, unique=True))
+    ),
   )

@@ -11,16 +11,26 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.wire.examples import (
+  CANCEL,
   CHAIN,
   EVERYTHING,
   VERDICTS,
   assert_same_run,
+  cancels,
   make_run,
   returneds,
   runs,
 )
 from wanspec_jax import wire
-from wanspec_jax.messages import Commit, Open, Returned, Run, Sampling, Verdict
+from wanspec_jax.messages import (
+  Cancel,
+  Commit,
+  Open,
+  Returned,
+  Run,
+  Sampling,
+  Verdict,
+)
 
 REPOSITORY = pathlib.Path(__file__).parents[2]
 PACKAGES = ("wanspec_jax", "trees", "drafters", "training", "experiments")
@@ -47,6 +57,13 @@ VERDICTS_HEX = (
   "00 00 00 40"  # 2.0
   "00 0c ac 02 01 02"  # sequence 0, 3 tokens · 4; 300 = 44 + 2·128, 1, 2
 )
+CANCEL_HEX = (
+  "57 1c 0c"  # 'W', version 1 | CANCEL, 12 bytes
+  "f8 0a"  # before run 700, ·2 = 120 + 10·128
+  "03 08 85 07"  # sequence 3, 4 ids · 2; the first is 901 = 5 + 7·128
+  "05 07 ac 02"  # sequence 5, 3 ids · 2, irregular (1); 300 = 44 + 2·128
+  "02 03"  # to 302: one more than the next (1 → 2); to 301: two less (-2 → 3)
+)
 FRAMES = {
   "chain": wire.encode_run(CHAIN, b"activations"),
   "everything": wire.encode_run(EVERYTHING),
@@ -54,6 +71,7 @@ FRAMES = {
   "verdicts": wire.encode_returned(VERDICTS),
   "placeholder": wire.encode_returned(Returned(run_id=3)),
   "features": wire.encode_features(b"features", run_id=3, tap=2),
+  "cancel": wire.encode_cancel(CANCEL),
   "hello": wire.encode_control(wire.Kind.HELLO, {"name": "a", "list": [1.5]}),
 }
 
@@ -65,6 +83,8 @@ def decode_any(frame: wire.Frame) -> bytes | None:
     return wire.encode_run(run, payload)
   if frame.kind == wire.Kind.RETURNED:
     return wire.encode_returned(wire.decode_returned(frame.body))
+  if frame.kind == wire.Kind.CANCEL:
+    return wire.encode_cancel(wire.decode_cancel(frame.body))
   if frame.kind == wire.Kind.FEATURES:
     run_id, epoch, tap, payload = wire.decode_features(frame.body)
     return wire.encode_features(payload, run_id=run_id, epoch=epoch, tap=tap)
@@ -91,6 +111,11 @@ def test_golden_run():
 def test_golden_verdicts():
   assert wire.encode_returned(VERDICTS) == bytes.fromhex(VERDICTS_HEX)
   assert wire.decode_returned(bytes.fromhex(VERDICTS_HEX)[3:]) == VERDICTS
+
+
+def test_golden_cancel():
+  assert wire.encode_cancel(CANCEL) == bytes.fromhex(CANCEL_HEX)
+  assert wire.decode_cancel(bytes.fromhex(CANCEL_HEX)[3:]) == CANCEL
 
 
 def test_byte_budgets():
@@ -123,6 +148,14 @@ def test_returns_round_trip(returned):
   frame = wire.encode_returned(returned)
   assert wire.decode_returned(wire.split_frame(frame).body) == returned
   assert wire.frame_classes(frame) == {"verdicts": len(frame)}
+
+
+@settings(derandomize=True, deadline=None, max_examples=100)
+@given(cancels())
+def test_cancels_round_trip(cancel):
+  frame = wire.encode_cancel(cancel)
+  assert wire.decode_cancel(wire.split_frame(frame).body) == cancel
+  assert wire.frame_classes(frame) == {"control": len(frame)}
 
 
 def test_payload_is_not_copied():
@@ -177,7 +210,9 @@ def test_every_truncation_is_refused(name):
   frame = wire.split_frame(data)
   open_ended = {"chain", "features"}  # whose payload may end anywhere
   payload_bytes = {"chain": 11, "features": 8}.get(name, 0)
-  for stop in range(len(frame.body) - payload_bytes):
+  # A cancel may end behind any sequence: a body's length is in its prefix.
+  whole = {"cancel": {6}}.get(name, set())
+  for stop in set(range(len(frame.body) - payload_bytes)) - whole:
     with pytest.raises(wire.FrameError):
       decode_any(frame._replace(body=frame.body[:stop]))
   if name not in open_ended:
@@ -230,6 +265,7 @@ def test_partial_reads_at_every_offset():
     ("57 13 80 00", "needless"),
     ("57 13 ff ff ff ff 7f", "over the cap of 268435456"),
     ("57 10 81 80 40", "HELLO body of 1048577 bytes: over the cap"),
+    ("57 1c 81 80 40", "CANCEL body of 1048577 bytes: over the cap"),
   ],
 )
 def test_corrupt_prefixes_are_named(head, message):
@@ -254,6 +290,8 @@ def test_memory_grows_only_with_what_arrives():
     wire.encode_frame(wire.Kind.RUN, bytes.fromhex("00 10 00 f8ffffff7f 00")),
     wire.encode_frame(wire.Kind.RUN, bytes.fromhex("00 02 ffffffff07 00")),
     wire.encode_frame(wire.Kind.RETURNED, bytes.fromhex("00 02 00 fcffffff3f")),
+    wire.encode_frame(wire.Kind.CANCEL, bytes.fromhex("02 00 feffffff07 00")),
+    wire.encode_frame(wire.Kind.CANCEL, bytes.fromhex("02 00 ffff07 00 02")),
     wire.encode_frame(wire.Kind.HELLO, bytes.fromhex("dfffffffff")),
     wire.encode_frame(wire.Kind.HELLO, bytes.fromhex("81 a161 c6ffffffff")),
   ]
@@ -353,6 +391,50 @@ def test_bad_topology_is_refused_on_arrival():
 def test_bad_verdicts_are_named(verdicts, message):
   with pytest.raises(ValueError, match=message):
     wire.encode_returned(Returned(run_id=0, verdicts=verdicts))
+
+
+@pytest.mark.parametrize(
+  ("fields", "message"),
+  [
+    ({"nodes": ()}, "must not be empty"),
+    ({"nodes": ((0, ()),)}, "sequence 0 has no ids"),
+    ({"nodes": ((0, (1,)), (0, (2,)))}, "a sequence is listed twice"),
+    ({"nodes": ((0, (1, 2, 1)),)}, "an id listed twice"),
+    ({"nodes": ((0, (-1,)),)}, "smallest id = -1"),
+    ({"nodes": ((0, (1, 2**31)),)}, "largest id"),
+    ({"nodes": ((-1, (1,)),)}, "sequence = -1"),
+    ({"nodes": ((0, tuple(range(9))),)}, r"ids = 9: must lie in \[0, 9\)"),
+    ({"before_run": 2**62}, "Cancel.before_run"),
+    ({"epoch": -1}, "Cancel.epoch"),
+  ],
+)
+def test_bad_cancels_are_named(fields, message):
+  cancel = dataclasses.replace(
+    Cancel(before_run=1, nodes=((0, (1,)),)), **fields
+  )
+  with pytest.raises(ValueError, match=message):
+    wire.encode_cancel(cancel, max_nodes=8)
+
+
+@pytest.mark.parametrize(
+  ("body", "message"),
+  [
+    ("02", "must not be empty"),
+    ("03 00 00 02 05", "epoch: sent although it is zero"),
+    ("02 00 00 05", r"cancel of 0 ids: must lie in \[1, 8\]"),
+    ("02 00 12 05", r"cancel of 9 ids: must lie in \[1, 8\]"),
+    ("02 00 0c 05 01 06 07", r"cancel of 3 ids: must lie in \[1, 2\]"),
+    ("02 00 05 05 00", "steps sent although all are one"),
+    ("02 00 03 05", "steps sent although all are one"),  # a single id
+    ("02 00 05 05 01", "an id listed twice"),  # 5, 5
+    ("02 00 05 00 03", "smallest id = -1"),
+    ("02 00 04 ffffffff07", "largest id"),
+    ("02 00 02 05 00 02 06", "a sequence is listed twice"),
+  ],
+)
+def test_bad_cancel_bodies_are_named(body, message):
+  with pytest.raises(wire.FrameError, match=message):
+    wire.decode_cancel(bytes.fromhex(body), max_nodes=8)
 
 
 @pytest.mark.parametrize(

@@ -61,6 +61,9 @@ class Recorded:
       self.hook(run)
     return self._stage.process(run, payload)
 
+  def cancel(self, cancel):
+    self._stage.cancel(cancel)
+
   def measure(self, *, num_slots, repeats):
     return {b: b * num_slots * repeats * 1e-6 for b in SHAPE.row_buckets}
 

@@ -48,7 +48,7 @@ def test_a_coordinator_that_vanishes_frees_the_ring(moment):
         if moment == "mid-run":
           task = asyncio.create_task(rings.decode(ring, 60))
         await asyncio.sleep(0.1)
-        for channel in (ring._head, ring.back):
+        for channel in (ring._joined.head, ring.back):
           channel._writer.transport.abort()
         if moment == "mid-run":
           with pytest.raises(SessionFault):

@@ -3,7 +3,6 @@
 
 import collections
 import itertools
-import random
 import random as random_lib
 
 import pytest

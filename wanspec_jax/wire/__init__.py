@@ -5,6 +5,8 @@ from wanspec_jax.wire._auth import client_context as client_context
 from wanspec_jax.wire._auth import create_authority as create_authority
 from wanspec_jax.wire._auth import issue as issue
 from wanspec_jax.wire._auth import server_context as server_context
+from wanspec_jax.wire._cancels import decode_cancel as decode_cancel
+from wanspec_jax.wire._cancels import encode_cancel as encode_cancel
 from wanspec_jax.wire._channel import Channel as Channel
 from wanspec_jax.wire._channel import ChannelOptions as ChannelOptions
 from wanspec_jax.wire._channel import sleep_until as sleep_until

@@ -9,7 +9,7 @@ TRAFFIC_CLASSES = (
   "topology",  # sequences, node ids and parents of launched nodes
   "activations",  # encoded hidden states
   "features",  # target features for drafters, prefix included
-  "control",  # run headers, opens, closes, commits, handshakes, heartbeats
+  "control",  # run headers, opens, closes, commits, cancels, handshakes, pings
   "trace",  # what stages tell of their timings: observation, not decoding
 )
 

@@ -4,7 +4,7 @@
   byte 0      0x57 ('W')
   byte 1      protocol version (high nibble) | kind (low nibble)
   varint      length of the body, at most five bytes
-  body        a msgpack map, or what `_runs` packs
+  body        a msgpack map, or what `_runs`, `_returned` and `_cancels` pack
 
 This prefix, the kinds HELLO and REFUSE, and the `reason` of a REFUSE are the
 same in every protocol version, so that peers of different versions can tell
@@ -42,9 +42,16 @@ class Kind(enum.IntEnum):
   TRACE = 9  # timings and counters
   BYE = 10
   CONTROL = 11  # any other map: requests, tokens for clients, settings
+  CANCEL = 12  # nodes that need not be computed any more
 
 
-CONTROL_KINDS = frozenset(Kind) - {Kind.RUN, Kind.RETURNED, Kind.FEATURES}
+CONTROL_KINDS = frozenset(Kind) - {
+  Kind.RUN,
+  Kind.RETURNED,
+  Kind.FEATURES,
+  Kind.CANCEL,
+}
+_SMALL_KINDS = CONTROL_KINDS | {Kind.CANCEL}
 _KIND_VALUES = frozenset(kind.value for kind in Kind)
 _EVERY_VERSION = (Kind.HELLO, Kind.REFUSE)
 
@@ -153,7 +160,7 @@ class FrameDecoder:
       raise FrameError(f"length field over {_MAX_LENGTH_BYTES} bytes")
     length, _ = decode_varint(bytes(prefix), 2)
     cap = self._max_body_bytes
-    if kind in CONTROL_KINDS:
+    if kind in _SMALL_KINDS:
       cap = min(cap, MAX_CONTROL_BYTES)
     if length > cap:
       raise FrameError(

@@ -3,6 +3,7 @@
 
 from wanspec_jax.worlds._cluster import Cluster as Cluster
 from wanspec_jax.worlds._cluster import StageHost as StageHost
+from wanspec_jax.worlds._cluster import Standby as Standby
 from wanspec_jax.worlds._driver import Driver as Driver
 from wanspec_jax.worlds._driver import Outcome as Outcome
 from wanspec_jax.worlds._driver import SessionResult as SessionResult

@@ -8,6 +8,7 @@ import pathlib
 import re
 import ssl
 import tomllib
+from collections.abc import Sequence
 from typing import Any, Self
 
 from wanspec_jax import codecs, wire
@@ -36,18 +37,7 @@ class StageHost:
 
   def __post_init__(self):
     rules = (
-      (
-        "name",
-        isinstance(self.name, str) and _NAME.fullmatch(self.name),
-        "must be a DNS label (a-z, 0-9, inner hyphens)",
-      ),
-      (
-        "name",
-        self.name not in _TAKEN_NAMES,
-        f"{sorted(_TAKEN_NAMES)} are taken",
-      ),
-      ("host", _is_text(self.host), "must be a name or address"),
-      ("port", _is_whole(self.port, 1, 65535), "must lie in [1, 65535]"),
+      *_address_rules(self),
       (
         "layers",
         isinstance(self.layers, tuple)
@@ -57,11 +47,59 @@ class StageHost:
         "must be [first >= 0, count >= 1]",
       ),
     )
-    for field, holds, rule in rules:
-      if not holds:
-        raise ValueError(
-          f"StageHost.{field} = {getattr(self, field)!r}: {rule}"
-        )
+    _hold(self, rules)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Standby:
+  """A host that waits to take the place of a stage, with the same layers.
+
+  Attributes:
+    name: also the name on its certificate.
+    host: as of a stage.
+    port: TCP port.
+    stage: name of the stage that it stands in for; `for` in the file.
+  """
+
+  name: str
+  host: str
+  port: int
+  stage: str
+
+  def __post_init__(self):
+    rules = (
+      *_address_rules(self),
+      ("stage", _is_text(self.stage), "must name a stage"),
+    )
+    _hold(self, rules)
+
+
+def _address_rules(
+  host: StageHost | Standby,
+) -> tuple[tuple[str, Any, str], ...]:
+  return (
+    (
+      "name",
+      isinstance(host.name, str) and _NAME.fullmatch(host.name),
+      "must be a DNS label (a-z, 0-9, inner hyphens)",
+    ),
+    (
+      "name",
+      host.name not in _TAKEN_NAMES,
+      f"{sorted(_TAKEN_NAMES)} are taken",
+    ),
+    ("host", _is_text(host.host), "must be a name or address"),
+    ("port", _is_whole(host.port, 1, 65535), "must lie in [1, 65535]"),
+  )
+
+
+def _hold(record: Any, rules: Sequence[tuple[str, Any, str]]) -> None:
+  """Raises `ValueError` on the first rule that does not hold."""
+  for field, holds, rule in rules:
+    if not holds:
+      raise ValueError(
+        f"{type(record).__name__}.{field} = {getattr(record, field)!r}: {rule}"
+      )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -80,6 +118,7 @@ class Cluster:
       only loopback addresses may use.
     peer_deadline_s: silence after which a peer counts as lost.
     start_deadline_s: longest wait for a stage to be up.
+    standbys: who may take a stage's place.
   """
 
   stages: tuple[StageHost, ...]
@@ -92,6 +131,7 @@ class Cluster:
   keys: str | None = None
   peer_deadline_s: float = 10.0
   start_deadline_s: float = 180.0
+  standbys: tuple[Standby, ...] = ()
 
   def __post_init__(self):
     rules = (
@@ -107,15 +147,20 @@ class Cluster:
         for field in ("peer_deadline_s", "start_deadline_s")
       ),
     )
-    for field, holds, rule in rules:
-      if not holds:
-        raise ValueError(f"Cluster.{field} = {getattr(self, field)!r}: {rule}")
+    _hold(self, rules)
     codecs.parse(self.codec)
-    names = [stage.name for stage in self.stages]
-    addresses = [(stage.host, stage.port) for stage in self.stages]
+    hosts = (*self.stages, *self.standbys)
+    names = [host.name for host in hosts]
+    addresses = [(host.host, host.port) for host in hosts]
     for field, values in (("names", names), ("addresses", addresses)):
       if len(set(values)) != len(values):
         raise ValueError(f"Cluster.stages: {field} {values} must differ")
+    for standby in self.standbys:
+      if standby.stage not in names[: len(self.stages)]:
+        raise ValueError(
+          f"Cluster.standbys[{standby.name!r}].stage = {standby.stage!r}: must "
+          f"be one of {names[: len(self.stages)]}"
+        )
     expected = 0
     for stage in self.stages:
       first, count = stage.layers
@@ -125,9 +170,10 @@ class Cluster:
           f"be [first, count] with first = {expected}"
         )
       expected = first + count
-      if self.keys is None and not _is_loopback(stage.host):
+    for host in hosts:
+      if self.keys is None and not _is_loopback(host.host):
         raise ValueError(
-          f"Cluster.keys = None: {stage.name} is at {stage.host!r}; without "
+          f"Cluster.keys = None: {host.name} is at {host.host!r}; without "
           "certificates a ring runs on loopback only (experiments.keys makes "
           "them)"
         )
@@ -135,6 +181,72 @@ class Cluster:
   @property
   def num_stages(self) -> int:
     return len(self.stages)
+
+  def index(self, name: str) -> int:
+    """Returns the position of a stage.
+
+    Raises:
+      ValueError: if there is none of this name.
+    """
+    names = [stage.name for stage in self.stages]
+    if name not in names:
+      raise ValueError(f"stage {name!r}: must be one of {names}")
+    return names.index(name)
+
+  def standing_in(self, name: str) -> Self:
+    """Returns the ring with a standby in its stage's place, and that stage
+    among the standbys.
+
+    Raises:
+      ValueError: if no standby has this name.
+    """
+    known = {standby.name: standby for standby in self.standbys}
+    if name not in known:
+      raise ValueError(f"standby {name!r}: must be one of {sorted(known)}")
+    new = known[name]
+    old = self.stages[self.index(new.stage)]
+    return dataclasses.replace(
+      self,
+      stages=tuple(
+        stage
+        if stage is not old
+        else StageHost(
+          name=new.name, host=new.host, port=new.port, layers=old.layers
+        )
+        for stage in self.stages
+      ),
+      standbys=tuple(
+        Standby(name=old.name, host=old.host, port=old.port, stage=new.name)
+        if standby is new
+        else dataclasses.replace(
+          standby,
+          stage=new.name if standby.stage == old.name else standby.stage,
+        )
+        for standby in self.standbys
+      ),
+    )
+
+  def arranged(self, names: Sequence[str]) -> Self:
+    """Returns the ring of these members, first to last.
+
+    Raises:
+      ValueError: if one of them is neither the stage of that position nor a
+        standby for it.
+    """
+    if len(names) != self.num_stages:
+      raise ValueError(f"ring: must have {self.num_stages} members")
+    ring = self
+    for name, stage in zip(names, self.stages, strict=True):
+      if name == stage.name:
+        continue
+      if not any(
+        s.name == name and s.stage == stage.name for s in self.standbys
+      ):
+        raise ValueError(
+          f"ring: {name[:64]!r} does not stand in for {stage.name}"
+        )
+      ring = ring.standing_in(name)
+    return ring
 
   def agreement(self, stage: int, model_hash: str) -> dict[str, Any]:
     """Returns what all members must have in common, as a stage sees it."""
@@ -195,18 +307,21 @@ class Cluster:
 
   @classmethod
   def _from_dict(cls, data: dict[str, Any], base: pathlib.Path) -> Self:
-    _only("file", data, {"ring", "stage"})
-    ring, entries = data.get("ring", {}), data.get("stage", [])
+    _only("file", data, {"ring", "stage", "standby"})
+    ring = data.get("ring", {})
     if not isinstance(ring, dict):
       raise ValueError("[ring] must be one table")
-    if not isinstance(entries, list) or not all(
-      isinstance(entry, dict) for entry in entries
-    ):
-      raise ValueError("[[stage]] must be tables, one per stage")
+    for name in ("stage", "standby"):
+      entries = data.get(name, [])
+      if not isinstance(entries, list) or not all(
+        isinstance(entry, dict) for entry in entries
+      ):
+        raise ValueError(f"[[{name}]] must be tables, one per {name}")
     ring = dict(ring)
     shape_fields = {f.name for f in dataclasses.fields(StageShape)}
     own_fields = {f.name for f in dataclasses.fields(cls)}
-    _only("[ring]", ring, (own_fields - {"stages", "shape"}) | shape_fields)
+    own_fields -= {"stages", "standbys", "shape"}
+    _only("[ring]", ring, own_fields | shape_fields)
     shape = {k: ring.pop(k) for k in shape_fields & ring.keys()}
     for field in ("row_buckets", "slot_buckets"):
       if field not in shape:
@@ -220,7 +335,7 @@ class Cluster:
     if _is_text(ring.get("keys")):
       ring["keys"] = str((base / ring["keys"]).absolute())
     stages = []
-    for i, entry in enumerate(entries):
+    for i, entry in enumerate(data.get("stage", [])):
       fields = {f.name for f in dataclasses.fields(StageHost)}
       _only(f"[[stage]] {i}", entry, fields)
       missing = fields - entry.keys() - {"name"}
@@ -230,14 +345,27 @@ class Cluster:
       if isinstance(entry["layers"], list):
         entry["layers"] = tuple(entry["layers"])
       stages.append(StageHost(**entry))
-    return cls(stages=tuple(stages), shape=StageShape(**shape), **ring)
+    standbys = []
+    for i, entry in enumerate(data.get("standby", [])):
+      fields = {"name", "host", "port", "for"}
+      _only(f"[[standby]] {i}", entry, fields)
+      if missing := fields - entry.keys():
+        raise ValueError(f"[[standby]] {i}: {sorted(missing)} missing")
+      own = {k: v for k, v in entry.items() if k != "for"}
+      standbys.append(Standby(stage=entry["for"], **own))
+    return cls(
+      stages=tuple(stages),
+      standbys=tuple(standbys),
+      shape=StageShape(**shape),
+      **ring,
+    )
 
   def to_toml(self) -> str:
     """Returns the cluster file's text; `from_toml` reads it back."""
     ring = {
       field.name: getattr(self, field.name)
       for field in dataclasses.fields(self)
-      if field.name not in ("stages", "shape")
+      if field.name not in ("stages", "standbys", "shape")
     } | dataclasses.asdict(self.shape)
     lines = ["[ring]"]
     lines += [f"{k} = {_toml(v)}" for k, v in ring.items() if v is not None]
@@ -245,6 +373,12 @@ class Cluster:
       lines += ["", "[[stage]]"]
       lines += [
         f"{k} = {_toml(v)}" for k, v in dataclasses.asdict(stage).items()
+      ]
+    for standby in self.standbys:
+      lines += ["", "[[standby]]"]
+      lines += [
+        f"{'for' if k == 'stage' else k} = {_toml(v)}"
+        for k, v in dataclasses.asdict(standby).items()
       ]
     return "\n".join(lines) + "\n"
 

@@ -86,6 +86,7 @@ class SessionResult:
     spans: who was busy when.
     bytes: every byte by hop and traffic class.
     num_events: events that the virtual clock handled.
+    faults: `(time_s, stage, cause)` of every failure that was survived.
   """
 
   world: str
@@ -93,6 +94,7 @@ class SessionResult:
   spans: list[Span]
   bytes: ByteCounter
   num_events: int = 0
+  faults: list[tuple[float, str, str]] = dataclasses.field(default_factory=list)
 
 
 class Work(NamedTuple):
@@ -162,9 +164,7 @@ class Driver:
   def handle(self, event: sch.Event) -> "Work":
     """Steps the engine; returns what the world has to do."""
     if isinstance(event, sch.Drafted):
-      awaited = self._awaited.get(event.sequence)
-      for told in awaited.popleft() if awaited else ():
-        self._observe(told)
+      self.settle(event)
     if isinstance(event, sch.Submitted):
       self.outcomes[event.sequence] = Outcome(
         prompt=event.request.prompt, submitted_s=event.time_s
@@ -239,6 +239,15 @@ class Driver:
       anchors=action.anchors,
       nodes=nodes,
     )
+
+  def settle(self, answer: sch.Drafted) -> None:
+    """Brings the drafter up to date once an answer is there.
+
+    Part of `handle`; on its own for an answer that nobody wants any more.
+    """
+    awaited = self._awaited.get(answer.sequence)
+    for told in awaited.popleft() if awaited else ():
+      self._observe(told)
 
   def knows(self, sequence: int) -> bool:
     """Whether a draft for this sequence still means something."""

@@ -10,11 +10,12 @@ from typing import TYPE_CHECKING, Any
 
 from wanspec_jax import schedules as sch
 from wanspec_jax import wire
-from wanspec_jax.messages import Returned
+from wanspec_jax.messages import Returned, Run
 from wanspec_jax.wire import Kind
 from wanspec_jax.worlds import _protocol as proto
 from wanspec_jax.worlds._driver import Driver, Span
 from wanspec_jax.worlds._protocol import SessionFault
+from wanspec_jax.worlds._virtual import draft_size
 
 if TYPE_CHECKING:
   from wanspec_jax.worlds._sockets import SocketRing
@@ -23,12 +24,13 @@ if TYPE_CHECKING:
 class Job:
   """One `SocketRing.run`: an engine, what it waits for and who is at it.
 
-  A drafter works on a thread, so that heartbeats go on. Meanwhile verdicts of
-  its sequence are held back: they change the drafter's state.
+  A drafter works on a thread, so that heartbeats and verdicts go on.
 
   Attributes:
     start_s: when it began, on `time.monotonic`.
-    spans: of the drafter and the first hop, counted from then.
+    first_run: id on the wire of the engine's run 0.
+    spans: of the drafter and the coordinator's hops, counted from then.
+    faults: `(time_s, stage, cause)` of each that was survived.
     tasks: what goes on beside it; whoever runs it stops them.
   """
 
@@ -37,44 +39,62 @@ class Job:
     ring: "SocketRing",
     driver: Driver,
     requests: Sequence[tuple[float, sch.Request]],
+    draft: sch.DraftCosts | None = None,
   ):
     self.start_s = time.monotonic()
+    self.first_run = ring.first_run
     self.spans: list[Span] = []
+    self.faults: list[tuple[float, str, str]] = []
     self.tasks: set[asyncio.Task[None]] = set()
     self._ring = ring
     self._driver = driver
     self._requests = requests
+    self._costs = draft
+    self._drafter = asyncio.Lock()  # drafts are made in the order of asking
     self._in_flight: collections.deque[tuple[int, frozenset[int]]] = (
       collections.deque()
     )
     self._due_s = 0.0  # by when the next run must be back
-    self._drafts: collections.Counter[int] = collections.Counter()
+    self._num_drafts = 0
     self._draft_due_s = 0.0
-    self._held: list[tuple[Returned, frozenset[int]]] = []
+    self._kept: collections.deque[tuple[Any, Any, Any]] = collections.deque()
+    self._submitted = 0
 
   async def run(self) -> None:
+    """Goes on until every request has ended and every run is back."""
     self._begin(self._submit())
-    submitted = 0
     while (
-      submitted < len(self._requests)
+      self._submitted < len(self._requests)
       or not self._driver.done
-      or (self._in_flight)
+      or self._in_flight
     ):
-      what, source, detail = await self._next_event()
-      match what:
-        case "submit":
-          submitted += 1
-          await self._hear(
-            sch.Submitted(time_s=self._now_s(), sequence=source, request=detail)
-          )
-        case "drafted":
-          await self._drafted(detail)
-        case "woke":
-          await self._hear(sch.Woke(time_s=self._now_s()))
-        case "failed":
-          raise detail
-        case "frame":
-          await self._returned(source, detail)
+      try:
+        if self._kept:
+          event = self._kept.popleft()
+        else:
+          event = await self._next_event()
+        await self._handle(*event)
+      except SessionFault as fault:
+        await self._recover(fault)
+
+  async def _handle(self, what: Any, source: Any, detail: Any) -> None:
+    match what:
+      case "submit":
+        self._submitted += 1
+        await self._hear(
+          sch.Submitted(time_s=self._now_s(), sequence=source, request=detail)
+        )
+      case "drafted":
+        self._wait_for_draft()
+        self._num_drafts -= 1
+        if self._driver.knows(detail.sequence):
+          await self._hear(dataclasses.replace(detail, time_s=self._now_s()))
+      case "woke":
+        await self._hear(sch.Woke(time_s=self._now_s()))
+      case "failed":
+        raise detail
+      case "frame":
+        await self._returned(source, detail)
 
   def _now_s(self) -> float:
     return time.monotonic() - self.start_s
@@ -88,7 +108,7 @@ class Job:
     dues_s = []
     if self._in_flight:
       dues_s.append(self._due_s)
-    if self._drafts:
+    if self._num_drafts:
       dues_s.append(self._draft_due_s)
     wait_s = max(0.0, min(dues_s) - time.monotonic()) if dues_s else None
     try:
@@ -108,47 +128,67 @@ class Job:
   async def _submit(self) -> None:
     for sequence, (time_s, request) in enumerate(self._requests):
       await wire.sleep_until(self.start_s + time_s)
-      await self._ring.post("submit", sequence, request)
+      self._ring.post("submit", sequence, request)
 
   async def _draft(self, action: sch.Draft) -> None:
+    """Has a draft made; its answer comes no earlier than its cost says."""
     loop = asyncio.get_running_loop()
-    begin_s = self._now_s()
-    try:
-      answer = await loop.run_in_executor(
-        self._ring.drafter_thread, self._driver.draft, action, 0.0
-      )
-    except Exception as error:
-      await self._ring.post("failed", None, error)
-      return
-    self.spans.append(Span("drafter", "draft", begin_s, self._now_s(), -1))
-    await self._ring.post("drafted", None, answer)
+    async with self._drafter:
+      begin_s = self._now_s()
+      try:
+        answer = await loop.run_in_executor(
+          self._ring.drafter_thread, self._driver.draft, action, 0.0
+        )
+      except Exception as error:
+        self._ring.post("failed", None, error)
+        return
+      if self._costs is not None:
+        cost_s = self._costs.seconds(*draft_size(answer))
+        await wire.sleep_until(self.start_s + begin_s + cost_s)
+    name = f"{len(answer.nodes.tokens)} nodes"
+    self.spans.append(Span("drafter", name, begin_s, self._now_s(), -1))
+    self._ring.post("drafted", None, answer)
+
+  async def _wake(self, time_s: float) -> None:
+    await wire.sleep_until(self.start_s + time_s)
+    self._ring.post("woke", None, None)
 
   async def _hear(self, event: sch.Event) -> None:
     work = self._driver.handle(event)
-    for run in work.runs:
-      data = wire.encode_run(run)
-      handed_s = self._now_s()
-      arrival_s = await self._ring.launch(data) - self.start_s
-      if not self._in_flight:
-        self._wait_for_run()
-      self._in_flight.append(
-        (run.run_id, frozenset(run.sequences[~run.committed].tolist()))
-      )
-      self.spans.append(
-        Span("hop 0", f"{len(data)} B", handed_s, arrival_s, run.run_id)
-      )
+    # These first: they go on even if the ring breaks meanwhile.
     for action in work.drafts:
-      if not self._drafts:
+      if not self._num_drafts:
         self._wait_for_draft()
-      self._drafts[action.sequence] += 1
+      self._num_drafts += 1
       self._ring.is_dirty = True
       self._begin(self._draft(action))
     for time_s in work.wakes:
       self._begin(self._wake(time_s))
+    for run in work.runs:
+      await self._launch(run)
+    hop = f"back {self._ring.cluster.num_stages}"
+    for cancel in work.cancels:
+      before_run = self.first_run + cancel.before_run
+      data = wire.encode_cancel(
+        dataclasses.replace(cancel, before_run=before_run)
+      )
+      handed_s = self._now_s()
+      arrival_s = await self._ring.cancel(data) - self.start_s
+      self.spans.append(Span(hop, "cancel", handed_s, arrival_s, -1))
 
-  async def _wake(self, time_s: float) -> None:
-    await wire.sleep_until(self.start_s + time_s)
-    await self._ring.post("woke", None, None)
+  async def _launch(self, run: Run) -> None:
+    run_id = self.first_run + run.run_id
+    data = wire.encode_run(dataclasses.replace(run, run_id=run_id))
+    handed_s = self._now_s()
+    arrival_s = await self._ring.launch(data) - self.start_s
+    if not self._in_flight:
+      self._wait_for_run()
+    self._in_flight.append(
+      (run_id, frozenset(run.sequences[~run.committed].tolist()))
+    )
+    self.spans.append(
+      Span("hop 0", f"{len(data)} B", handed_s, arrival_s, run.run_id)
+    )
 
   def _wait_for_run(self) -> None:
     self._due_s = time.monotonic() + self._ring.lap_deadline_s
@@ -156,17 +196,35 @@ class Job:
   def _wait_for_draft(self) -> None:
     self._draft_due_s = time.monotonic() + self._ring.lap_deadline_s
 
-  async def _drafted(self, answer: sch.Drafted) -> None:
-    sequence = answer.sequence
+  # Faults. -------------------------------------------------------------------
+
+  def note_fault(self, fault: SessionFault) -> None:
+    """Lists a fault that is being survived."""
+    self.faults.append((self._now_s(), fault.stage, fault.cause))
+
+  async def _recover(self, fault: SessionFault) -> None:
+    """Goes on in a new session, if the fault may be survived.
+
+    What was in flight is lost. Drafts under way are waited for, since they hold
+    the drafter's states, and are of no use.
+    """
+    noted = (self._now_s(), fault.stage, fault.cause)
+    await self._ring.replace(fault)
+    self.faults.append(noted)
+    self._in_flight.clear()
     self._wait_for_draft()
-    self._drafts[sequence] -= 1
-    if not self._drafts[sequence]:
-      del self._drafts[sequence]
-    held, self._held = self._held, []
-    for returned, carried in held:  # they came first
-      await self._arrived(returned, carried)
-    if self._driver.knows(sequence):
-      await self._hear(dataclasses.replace(answer, time_s=self._now_s()))
+    while self._num_drafts:
+      what, source, detail = await self._next_event()
+      if what == "drafted":
+        self._num_drafts -= 1
+        self._driver.settle(detail)
+      elif what == "failed":
+        raise detail
+      else:
+        self._kept.append((what, source, detail))
+    await self._hear(sch.Faulted(time_s=self._now_s()))
+
+  # What comes back. ----------------------------------------------------------
 
   async def _returned(self, source: wire.Channel, frame: wire.Frame) -> None:
     if frame.kind != Kind.RETURNED or source is not self._ring.back:
@@ -177,12 +235,22 @@ class Job:
       )
     except wire.FrameError as error:
       raise SessionFault(source.peer, f"sent a bad verdict: {error}") from error
-    due = self._in_flight[0][0] if self._in_flight else None
-    if returned.run_id != due or returned.epoch:
+    engine = self._driver.engine
+    due = self.first_run + engine.next_run  # what is launched next
+    if self._in_flight:
+      due = self._in_flight[0][0]
+    if returned.epoch < engine.epoch or returned.run_id < due:
+      return  # it came twice, or belongs to an epoch that is over
+    if (
+      returned.run_id != due
+      or returned.epoch > engine.epoch
+      or not (self._in_flight)
+    ):
       raise SessionFault(
         source.peer,
-        f"returned run {returned.run_id} of epoch {returned.epoch}, run {due} "
-        "of epoch 0 was due",
+        f"returned run {returned.run_id} of epoch {returned.epoch}, run "
+        f"{self._in_flight[0][0] if self._in_flight else None} of epoch "
+        f"{engine.epoch} was due",
       )
     _, carried = self._in_flight.popleft()
     self._wait_for_run()
@@ -193,13 +261,9 @@ class Job:
         f"sent verdicts on sequences {sorted(drawn - carried)}, "
         f"which run {returned.run_id} does not carry",
       )
-    await self._arrived(returned, carried)
-
-  async def _arrived(self, returned: Returned, carried: frozenset[int]) -> None:
-    behind = frozenset[int]().union(*(held for _, held in self._held))
-    if carried & (self._drafts.keys() | behind):
-      self._held.append((returned, carried))
-      return
+    returned = dataclasses.replace(
+      returned, run_id=returned.run_id - self.first_run
+    )
     self._check_verdicts(returned, carried)
     await self._hear(sch.Arrived(time_s=self._now_s(), returned=returned))
 

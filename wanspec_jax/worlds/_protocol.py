@@ -19,6 +19,7 @@ COORDINATOR = "coordinator"  # also the name on its certificate
 MAX_SPANS = 2**17  # of one stage; older ones are forgotten
 SPANS_PER_FRAME = 4000  # a frame of them stays well under the control cap
 MAX_REPEATS = 1000
+BUSY = "is busy with another session"  # what a stage says that is not free
 SETTLE_S = 2.0  # how long a member goes on telling others why it stopped
 
 _MAX_WORDS = 2000  # characters of a cause that are passed on
@@ -160,6 +161,19 @@ def read_hops(fields: Any, num_hops: int) -> list[wire.LinkShaper] | None:
       )
     )
   return hops
+
+
+def read_ring(names: Any, cluster: Cluster) -> Cluster:
+  """Returns the ring that an introduction asks for; None leaves it as it is.
+
+  Raises:
+    ValueError: if anybody in it may not serve there.
+  """
+  if names is None:
+    return cluster
+  if not isinstance(names, list) or not all(isinstance(n, str) for n in names):
+    raise ValueError("ring: must be names")
+  return cluster.arranged(names)
 
 
 async def await_ready(

@@ -24,7 +24,8 @@ class StageServer:
 
   Args:
     stage: loaded and compiled.
-    cluster: the ring; `cluster.stages[index]` is this stage.
+    cluster: the ring; `cluster.stages[index]` is this stage. A standby is given
+      `cluster.standing_in(its name)`.
     index: position in the ring.
     model_hash: what all hosts must agree upon.
 
@@ -109,10 +110,14 @@ class StageServer:
           f"{field} of {self.name} is {ours!r}, {proto.briefly(theirs)} was "
           "asked for"
         )
+    try:
+      ring = proto.read_ring(hello.get("ring"), self.cluster)
+    except ValueError as error:
+      return str(error)
+    if ring.stages[self.index].name != self.name:
+      return f"ring: {self.name} has no place in it"
     before = (
-      self.cluster.stages[self.index - 1].name
-      if self.index
-      else proto.COORDINATOR
+      ring.stages[self.index - 1].name if self.index else proto.COORDINATOR
     )
     if hello.get("name") != before:
       return (
@@ -129,7 +134,7 @@ class StageServer:
     except ValueError as error:
       return str(error)
     if self._current is not None and not self._current.is_ending:
-      return f"{self.name} is busy with another session"
+      return f"{self.name} {proto.BUSY}"
     return None
 
   def _check_return(self, hello: dict[str, Any]) -> str | None:

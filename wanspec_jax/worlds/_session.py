@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from wanspec_jax import wire
-from wanspec_jax.messages import Returned
+from wanspec_jax.messages import Cancel, Returned, Run
 from wanspec_jax.wire import Kind
 from wanspec_jax.worlds import _protocol as proto
 from wanspec_jax.worlds._cluster import StageHost
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
   from wanspec_jax.worlds._serving import StageServer
 
 _LOG = logging.getLogger(__name__)
+_MAX_CANCELLED = 2**17  # ids that are remembered; a cancel beyond is dropped
 
 
 class Session:
@@ -41,7 +42,8 @@ class Session:
     hello: dict[str, Any],
     previous: "Session | None",
   ):
-    cluster, index = server.cluster, server.index
+    cluster = proto.read_ring(hello.get("ring"), server.cluster)
+    index = server.index
     self.session: str = hello["session"]
     self.before = before
     self.previous = previous
@@ -52,9 +54,13 @@ class Session:
     self._cluster = cluster
     self._me = server.name
     self._agreement = {k: hello[k] for k in server.agreement}
+    self._ring = hello.get("ring")
     self._hop_fields = hello.get("hops")
     self._hops = proto.read_hops(self._hop_fields, cluster.num_stages + 1)
     self._hop = f"hop {index + 1}"
+    self._against = f"back {index}"
+    if self._hops is not None and index:
+      before.shape(self._hops[index])  # cancels cross it the other way
     is_last = index == cluster.num_stages - 1
     self._there = None if is_last else cluster.stages[index + 1]
     self._next: wire.Channel | None = None
@@ -64,6 +70,13 @@ class Session:
     self._told_by: wire.Channel | None = None
     self._is_ready = False
     self._is_over = False
+    # A frame that came before, or came twice, is not what is due.
+    self._epoch = 0
+    self._next_run = 0
+    # Of the loop, for the worker: what was cancelled and it has not seen yet.
+    self._cancels: collections.deque[Cancel] = collections.deque()
+    self._cancelled: collections.deque[tuple[int, int]] = collections.deque()
+    self._num_cancelled = 0
     self._num_spans = 0
     self._spans: collections.deque[list[Any]] = collections.deque(
       maxlen=proto.MAX_SPANS
@@ -142,6 +155,7 @@ class Session:
         "name": self._me,
         "session": self.session,
         "hops": self._hop_fields,
+        "ring": self._ring,
         "stage": index,
       }
       await wire.offer(self._next, hello, deadline_s=deadline_s)
@@ -226,7 +240,8 @@ class Session:
           self._me, f"refused {frame.kind.name}: came before 'ready'"
         )
       if frame.kind == Kind.RUN:
-        await self._run(frame)
+        if self.before.lost is None:  # else nobody waits for it
+          await self._run(frame)
       elif frame.kind == Kind.CONTROL:
         await self._control(proto.read_control(frame, self.before.peer))
       else:
@@ -249,17 +264,25 @@ class Session:
         f"refused run {run.run_id}: hidden states belong to every run between "
         "two stages, and to no other",
       )
+    if run.epoch < self._epoch or run.run_id < self._next_run:
+      return
+    self._epoch, self._next_run = run.epoch, run.run_id + 1
     start_s = time.monotonic()
-    out = await self._server.work(self._stage.process, run, payload)
+    out = await self._server.work(self._compute, run, payload)
     end_s = time.monotonic()
-    self._note(
-      f"stage {self._server.index}",
-      f"{run.num_rows} rows",
-      start_s,
-      end_s,
-      run.run_id,
-    )
+    while self._cancelled and self._cancelled[0][0] <= run.run_id:
+      self._num_cancelled -= self._cancelled.popleft()[1]
+    name = f"{out.num_rows} rows"
+    if out.num_rows < run.num_rows:
+      name += f", {run.num_rows - out.num_rows} cancelled"
+    self._note(f"stage {self._server.index}", name, start_s, end_s, run.run_id)
     await self._pass_on(out)
+
+  def _compute(self, run: Run, payload: memoryview | None) -> Output:
+    """Runs on the worker's thread, as all that touches the stage."""
+    while self._cancels:
+      self._stage.cancel(self._cancels.popleft())
+    return self._stage.process(run, payload)
 
   def _note(self, *span: Any) -> None:
     self._num_spans += 1
@@ -382,9 +405,13 @@ class Session:
       await self.before.send_now(part.frame())
 
   async def _backward(self, channel: wire.Channel) -> None:
-    """Relays faults and traces of the stages behind, on this host's clock."""
+    """Relays what comes from the stages behind: cancels, faults, and traces,
+    these on this host's clock."""
     while True:
       frame = await channel.recv()
+      if frame.kind == Kind.CANCEL:
+        await self._cancel(frame, channel)
+        continue
       if frame.kind != Kind.TRACE:
         self._told_by = channel
         raise proto.fault_of(frame, channel.peer)
@@ -392,11 +419,41 @@ class Session:
       trace = proto.read_trace(frame, channel.peer, offset_s)
       await self.before.send_now(trace.frame())
 
+  async def _cancel(self, frame: wire.Frame, source: wire.Channel) -> None:
+    """Notes dead nodes for the runs not begun yet, and tells the stage before.
+
+    Only an economy: what would take too much memory is forgotten.
+    """
+    try:
+      cancel = wire.decode_cancel(frame.body)
+    except wire.FrameError as error:
+      raise SessionFault(
+        self._me, f"refused a cancel of {source.peer}: {error}"
+      ) from error
+    count = sum(len(ids) for _, ids in cancel.nodes)
+    if self._num_cancelled + count <= _MAX_CANCELLED:
+      self._num_cancelled += count
+      self._cancelled.append((cancel.before_run, count))
+      self._cancels.append(cancel)
+    if not self._server.index:
+      return
+    handed_s = time.monotonic()
+    try:
+      arrival_s = await self.before.send(wire.encode_cancel(cancel))
+    except wire.DeadlineExceeded as error:
+      raise proto.as_fault(error, self.before.peer) from error
+    self._note(self._against, "cancel", handed_s, arrival_s, -1)
+
   async def _watch_back(self) -> None:
-    """Notices when the channel for the verdicts breaks, or never comes."""
+    """Hears cancels; notices when the channel for the verdicts breaks, or never
+    comes."""
     channel = await self._return_channel()
     try:
-      raise proto.fault_of(await channel.recv(), channel.peer)
+      while (frame := await channel.recv()).kind == Kind.CANCEL:
+        await self._cancel(frame, channel)
+      if frame.kind == Kind.FAULT:
+        self._told_by = channel
+      raise proto.fault_of(frame, channel.peer)
     except wire.PeerLost as error:
       if not error.said_goodbye:
         raise

@@ -4,7 +4,8 @@
 import asyncio
 import concurrent.futures
 import contextlib
-import secrets
+import dataclasses
+import logging
 import time
 from collections.abc import Generator, Sequence
 from typing import Any, Self
@@ -17,20 +18,18 @@ from wanspec_jax.worlds._calibrate import calibration_laps, stage_seconds
 from wanspec_jax.worlds._cluster import Cluster
 from wanspec_jax.worlds._driver import Driver, SessionResult, Span
 from wanspec_jax.worlds._job import Job
+from wanspec_jax.worlds._joined import Joined, stop
 from wanspec_jax.worlds._protocol import SessionFault
 
-# A fault travels from stage to stage; the closing of another channel may
-# overtake it, and would name a neighbour instead of the first cause.
-_FIRST_CAUSE_S = 1.0
-_MAX_BODY_BYTES = 16 * 2**20  # verdicts and traces are small
-_MAX_EVENTS = 256  # heard and not yet handled; beyond it TCP holds them back
+_LOG = logging.getLogger(__name__)
+_RETRY_S = 0.05  # between attempts at a ring whose members are not yet free
 
 
 class SocketRing:
   """A session with a ring: opened, used for several runs, closed.
 
-  After a fault, or a run that was given up half-way, the session is over: leave
-  the block and open another.
+  After a fault that was not survived, or a run that was given up half-way, the
+  session is over: leave the block and open another.
 
   Args:
     cluster: where the stages are and what all hosts agree upon.
@@ -39,11 +38,15 @@ class SocketRing:
       are.
     lap_deadline_s: longest wait for the run that is due next, and for the
       drafter.
+    recover: replace a stage that fails by a standby of the cluster and go on.
 
   Attributes:
+    cluster: the members now; standbys that took over are among the stages.
     num_traces: compiled programs of each stage, by name, as last heard.
     lap_deadline_s: see above.
-    back: channel that brings the verdicts.
+    recover: likewise.
+    first_run: id on the wire of the next run's first run. Ids grow through a
+      session, so that what is left of an earlier run is known by them.
     drafter_thread: where drafters think.
     is_dirty: whether the call in progress has set something in motion.
 
@@ -58,6 +61,7 @@ class SocketRing:
     model_hash: str,
     hops: Sequence[wire.LinkShaper] | None = None,
     lap_deadline_s: float = 120.0,
+    recover: bool = False,
   ):
     if hops is not None and len(hops) != cluster.num_stages + 1:
       raise ValueError(
@@ -71,104 +75,112 @@ class SocketRing:
     self._hops = hops
     self._model_hash = model_hash
     self.lap_deadline_s = lap_deadline_s
+    self.recover = recover
+    self.first_run = 0
     self._client_ssl, _ = cluster.tls(proto.COORDINATOR)
     self._counted: dict[str, dict[str, int]] = {}
+    self._lost_bytes = wire.ByteCounter()
+    self._failed: set[str] = set()
     self._fault: SessionFault | None = None
     self._in_use = False
     self.is_dirty = False
 
   async def __aenter__(self) -> Self:
-    cluster = self.cluster
-    self._stack = contextlib.AsyncExitStack()
     # One thread: drafters keep state, and need not be safe in several.
     self.drafter_thread = concurrent.futures.ThreadPoolExecutor(
       max_workers=1, thread_name_prefix="drafter"
     )
-    self._stack.callback(
-      self.drafter_thread.shutdown, wait=False, cancel_futures=True
-    )
-    self._events: asyncio.Queue[Any] = asyncio.Queue(_MAX_EVENTS)
-    hello: dict[str, Any] = {
-      "name": proto.COORDINATOR,
-      "session": secrets.token_hex(8),
-      "hops": None
-      if self._hops is None
-      else [proto.shaper_fields(hop) for hop in self._hops],
-    }
-    last = cluster.num_stages - 1
+    self._events: asyncio.Queue[Any] = asyncio.Queue()
+    self._joined = self._new(self.cluster)
     try:
-      self._head = await self._join(
-        0,
-        hello | {"role": "ring"} | cluster.agreement(0, self._model_hash),
-        "hop 0",
-      )
-      name = cluster.stages[0].name
       try:
-        infos = await proto.await_ready(
-          self._head, name, cluster.start_deadline_s
-        )
-      except wire.WireError as error:
-        raise proto.as_fault(error, name) from error
-      self.num_traces = {i: info["traces"] for i, info in enumerate(infos)}
-      try:
-        self.back = await self._join(
-          last, hello | {"role": "return"}, f"return {last}"
-        )
+        await self._joined.open()
       except SessionFault as fault:
-        raise await self._word(self._head) or fault from fault
-      for channel in (self._head, self.back):
-        task = asyncio.create_task(self._listen(channel))
-        self._stack.push_async_callback(_stop, [task])
+        await self.replace(fault)
+      self._note_infos()
     except BaseException:
-      await self._stack.aclose()
+      self.drafter_thread.shutdown(wait=False, cancel_futures=True)
       raise
     return self
 
   async def __aexit__(self, *exc_info: object) -> None:
-    await self._stack.aclose()
-
-  async def _join(
-    self, index: int, hello: dict[str, Any], link: str
-  ) -> wire.Channel:
-    there = self.cluster.stages[index]
-    deadline_s = self.cluster.peer_deadline_s
-    is_head = hello["role"] == "ring"
     try:
-      channel = await wire.connect(
-        there.host,
-        there.port,
-        peer=there.name,
-        link=link,
-        ssl_context=self._client_ssl,
-        options=proto.channel_options(
-          self.cluster, max_body_bytes=_MAX_BODY_BYTES
-        ),
-        shaper=self._hops[0] if self._hops and is_head else None,
-        retry=True,
-        deadline_s=deadline_s,
-      )
-      self._stack.push_async_callback(
-        channel.close, "session over", deadline_s=1.0
-      )
-      await wire.offer(channel, hello, deadline_s=deadline_s)
-    except wire.WireError as error:
-      raise proto.as_fault(error, there.name) from error
-    return channel
+      await self._joined.close()
+    finally:
+      self.drafter_thread.shutdown(wait=False, cancel_futures=True)
 
-  async def _word(self, channel: wire.Channel) -> SessionFault | None:
-    """Returns the fault that a channel nobody listens to yet may bring."""
-    try:
-      frame = await channel.recv(deadline_s=_FIRST_CAUSE_S)
-    except wire.WireError:
-      return None
-    return proto.fault_of(frame, channel.peer)
+  def _new(self, cluster: Cluster) -> Joined:
+    return Joined(
+      cluster,
+      model_hash=self._model_hash,
+      hops=self._hops,
+      client_ssl=self._client_ssl,
+      events=self._events,
+    )
 
-  async def _listen(self, channel: wire.Channel) -> None:
-    try:
-      while True:
-        await self._events.put(("frame", channel, await channel.recv()))
-    except wire.WireError as error:
-      await self._events.put(("lost", channel, error))
+  def _note_infos(self) -> None:
+    infos = self._joined.infos
+    self.num_traces = {i: info["traces"] for i, info in enumerate(infos)}
+
+  async def replace(self, fault: SessionFault) -> None:
+    """Opens a new session with a standby in the place of whoever failed.
+
+    The others leave the old one meanwhile, and are asked until they are free.
+
+    Raises:
+      SessionFault: the one given, if it may not be survived or no standby is
+        left; or what the new session fails of.
+    """
+    until_s = 0.0
+    cause: SessionFault | None = None
+    while True:
+      if not self.recover:
+        raise fault
+      if until_s and proto.BUSY in fault.cause and time.monotonic() < until_s:
+        await asyncio.sleep(_RETRY_S)
+      else:
+        self._failed.add(fault.stage)
+        spare = next(
+          (
+            standby.name
+            for standby in self.cluster.standbys
+            if standby.stage == fault.stage and standby.name not in self._failed
+          ),
+          None,
+        )
+        if spare is None:
+          if cause is None:
+            raise fault
+          raise fault from cause
+        _LOG.warning("%s; %s takes its place", fault, spare)
+        self.cluster = self.cluster.standing_in(spare)
+        cause = fault
+        until_s = time.monotonic() + (
+          2 * self.cluster.peer_deadline_s + 3 * proto.SETTLE_S
+        )
+      await self._leave(cause)
+      self._joined = self._new(self.cluster)
+      try:
+        await self._joined.open()
+      except SessionFault as again:
+        fault = again
+      else:
+        self._note_infos()
+        return
+
+  async def _leave(self, fault: SessionFault | None) -> None:
+    """Leaves a broken session; what it brought and nobody heard is void."""
+    before = self._joined
+    await before.close(fault)
+    for event in self._pending():
+      if event[0] not in ("frame", "lost"):
+        self._events.put_nowait(event)
+    fresh = self._fresh(before.counter)
+    self._lost_bytes = self._lost_bytes.merge(fresh)
+    self._counted = {}
+
+  def _pending(self) -> list[Any]:
+    return [self._events.get_nowait() for _ in range(self._events.qsize())]
 
   @contextlib.contextmanager
   def _use(self) -> Generator[None]:
@@ -215,7 +227,7 @@ class SocketRing:
         "repeats": repeats,
         "seconds": [],
       }
-      await self._tell(message)
+      await self._joined.tell(message)
       # Each stage has as long as it has for any other piece of work.
       deadline_s = self.cluster.start_deadline_s * self.cluster.num_stages
       source, frame = await self._take(deadline_s, "no measurement")
@@ -255,16 +267,22 @@ class SocketRing:
     elapsed_s: dict[int, float] = {}
     spans: list[list[Any]] = []
     with self._use():
+      first = self.first_run
       for lap in laps:
-        data = wire.encode_run(lap.run)
+        data = wire.encode_run(
+          dataclasses.replace(lap.run, run_id=first + lap.run.run_id)
+        )
         start_s = time.monotonic()
         arrival_s = await self.launch(data)
         source, frame = await self._take(self.lap_deadline_s, "no verdict")
         if frame.kind != Kind.RETURNED:
           raise proto.fault_of(frame, source.peer)
         elapsed_s[lap.run.run_id] = time.monotonic() - start_s
+        self.first_run = first + lap.run.run_id + 1
         spans.append(["hop 0", "", start_s, arrival_s, lap.run.run_id])
       remote, _ = await self._collect()
+      for span in remote:
+        span[4] -= first
     seconds = stage_seconds(
       laps,
       spans=spans + remote,
@@ -281,12 +299,16 @@ class SocketRing:
     self,
     driver: Driver,
     requests: Sequence[tuple[float, sch.Request]],
+    *,
+    draft: sch.DraftCosts | None = None,
   ) -> SessionResult:
     """Runs requests, each submitted at its time from now, until all have ended.
 
     Args:
       driver: a fresh engine with its drafter.
       requests: `(time_s, request)`; sequence numbers follow the order.
+      draft: what the drafter's answers are to cost at least, one after the
+        other; by default they come when they are there.
 
     Raises:
       SessionFault: naming the first stage that failed and why.
@@ -294,35 +316,51 @@ class SocketRing:
       Exception: what the drafter raised.
     """
     with self._use():
-      job = Job(self, driver, requests)
+      job = Job(self, driver, requests, draft)
       try:
         await job.run()
       finally:
-        await _stop(job.tasks)
+        await stop(job.tasks)
         self._forget_answers()
-      remote, counter = await self._collect()
+        self.first_run = job.first_run + driver.engine.next_run
+      try:
+        remote, counter = await self._collect()
+      except SessionFault as fault:  # the texts are all there
+        await self.replace(fault)
+        job.note_fault(fault)
+        remote, counter = await self._collect()
     spans = job.spans + [
-      Span(lane, name, a - job.start_s, b - job.start_s, run)
+      Span(
+        lane,
+        name,
+        a - job.start_s,
+        b - job.start_s,
+        run - job.first_run if run >= 0 else -1,
+      )
       for lane, name, a, b, run in remote
     ]
     spans.sort(key=lambda span: span.start_s)
     return SessionResult(
-      world="sockets", outcomes=driver.outcomes, spans=spans, bytes=counter
+      world="sockets",
+      outcomes=driver.outcomes,
+      spans=spans,
+      bytes=counter,
+      faults=job.faults,
     )
+
+  @property
+  def back(self) -> wire.Channel:
+    """Channel that brings the verdicts."""
+    return self._joined.back
 
   async def launch(self, data: bytes) -> float:
     """Sends a frame round the ring; returns when the first hop delivers it."""
     self.is_dirty = True
-    try:
-      return await self._head.send(data)
-    except wire.WireError as error:
-      raise await self._first_cause(self._head, error) from error
+    return await self._joined.launch(data)
 
-  async def _tell(self, message: dict[str, Any]) -> None:
-    try:
-      await self._head.send_now(wire.encode_control(Kind.CONTROL, message))
-    except wire.WireError as error:
-      raise await self._first_cause(self._head, error) from error
+  async def cancel(self, data: bytes) -> float:
+    """Sends a frame against the ring; returns when the last hop delivers it."""
+    return await self._joined.cancel(data)
 
   async def next_event(self, deadline_s: float | None) -> tuple[Any, Any, Any]:
     """Returns `(what, source, detail)`, a fault apart, which is raised.
@@ -333,75 +371,61 @@ class SocketRing:
     """
     async with asyncio.timeout(deadline_s):
       what, source, detail = await self._events.get()
+    if what in ("frame", "lost"):
+      self._joined.taken()
     if what == "lost":
-      raise await self._first_cause(source, detail) from detail
+      raise await self._joined.first_cause(source, detail) from detail
     if what == "frame" and detail.kind == Kind.FAULT:
       raise proto.fault_of(detail, source.peer)
     return what, source, detail
 
-  async def post(self, *event: Any) -> None:
+  def post(self, *event: Any) -> None:
     """Lets `next_event` return this."""
-    await self._events.put(event)
+    self._events.put_nowait(event)
 
   def _forget_answers(self) -> None:
     """Keeps of what is not handled yet only what the channels brought."""
-    for _ in range(self._events.qsize()):
-      event = self._events.get_nowait()
+    for event in self._pending():
       if event[0] in ("frame", "lost"):
         self._events.put_nowait(event)
-
-  async def _first_cause(
-    self, channel: wire.Channel, error: wire.WireError
-  ) -> SessionFault:
-    """Waits a moment for the word of a stage that saw the first cause.
-
-    In its absence a channel that broke says more than one that was closed in
-    good order. What others say of this side it knows better itself, unless it
-    has nothing else to go by.
-    """
-    about_us = None
-    with contextlib.suppress(TimeoutError):
-      async with asyncio.timeout(_FIRST_CAUSE_S):
-        while True:
-          what, source, detail = await self._events.get()
-          if what == "frame" and detail.kind == Kind.FAULT:
-            fault = proto.fault_of(detail, source.peer)
-            if fault.stage != proto.COORDINATOR:
-              return fault
-            about_us = fault
-          elif what == "lost" and proto.is_goodbye(error):
-            channel, error = source, detail
-    if about_us is not None and proto.is_goodbye(error):
-      return about_us
-    return proto.as_fault(error, channel.peer)
 
   async def _take(
     self, deadline_s: float, missing: str, whose: str = "ring"
   ) -> tuple[wire.Channel, wire.Frame]:
-    """Returns the next frame of either channel, and which."""
+    """Returns the next frame of either channel that is not stale, and which."""
+    until_s = time.monotonic() + deadline_s
     try:
-      _, source, frame = await self.next_event(deadline_s)
+      while True:
+        _, source, frame = await self.next_event(until_s - time.monotonic())
+        if not (source is self.back and self._is_stale(frame)):
+          return source, frame
     except TimeoutError:
       raise SessionFault(whose, f"{missing} within {deadline_s:g} s") from None
-    return source, frame
+
+  def _is_stale(self, frame: wire.Frame) -> bool:
+    """Whether a frame is the answer to a run that was answered already."""
+    if frame.kind != Kind.RETURNED:
+      return False
+    try:
+      return wire.decode_returned(frame.body).run_id < self.first_run
+    except wire.FrameError:
+      return False  # whoever expects one says what is wrong with it
 
   async def _collect(self) -> tuple[list[list[Any]], wire.ByteCounter]:
     """Returns the stages' spans on this clock, and the bytes since then."""
-    stages = self.cluster.stages
-    await self._tell({"op": "trace"})
+    stages, head = self.cluster.stages, self._joined.head
+    await self._joined.tell({"op": "trace"})
     spans: list[list[Any]] = []
-    totals = wire.ByteCounter()
-    for counter in (self._head.counter, self.back.counter):
-      totals = totals.merge(counter)
+    totals = self._joined.counter
     waiting = dict.fromkeys(range(len(stages)))
     while waiting:
       whose = stages[next(iter(waiting))].name
       source, frame = await self._take(
         self.cluster.peer_deadline_s, "no trace", whose
       )
-      if source is not self._head or frame.kind != Kind.TRACE:
+      if source is not head or frame.kind != Kind.TRACE:
         raise proto.fault_of(frame, source.peer)
-      offset_s = self._head.clock_offset_s or 0.0
+      offset_s = head.clock_offset_s or 0.0
       trace = proto.read_trace(frame, source.peer, offset_s)
       spans += trace.spans
       if trace.stage not in waiting or len(spans) > (
@@ -412,19 +436,17 @@ class SocketRing:
         del waiting[trace.stage]
         self.num_traces[trace.stage] = trace.traces
         totals = totals.merge(trace.bytes)
-    now = totals.as_dict()
+    fresh = self._fresh(totals).merge(self._lost_bytes)
+    self._counted = totals.as_dict()
+    self._lost_bytes = wire.ByteCounter()
+    return spans, fresh
+
+  def _fresh(self, totals: wire.ByteCounter) -> wire.ByteCounter:
+    """Returns the bytes of this session that were not counted yet."""
     fresh = wire.ByteCounter()
-    for link, classes in now.items():
+    for link, classes in totals.as_dict().items():
       before = self._counted.get(link, {})
       fresh.add(
         link, {k: max(0, v - before.get(k, 0)) for k, v in classes.items()}
       )
-    self._counted = now
-    return spans, fresh
-
-
-async def _stop(tasks) -> None:
-  tasks = list(tasks)
-  for task in tasks:
-    task.cancel()
-  await asyncio.gather(*tasks, return_exceptions=True)
+    return fresh
