@@ -171,9 +171,11 @@ def ring_costs(
 
 
 def profile_of(
-  cluster: Cluster, seconds: Sequence[Sequence[float]]
+  cluster: Cluster,
+  seconds: Sequence[Sequence[float]],
+  spacing_s: Sequence[float] = (),
 ) -> StageProfile:
-  """Returns measured stage times as a profile."""
+  """Returns measured stage times, and times between runs, as a profile."""
   device = jax.devices()[0]
   return StageProfile(
     buckets=cluster.shape.row_buckets,
@@ -181,6 +183,7 @@ def profile_of(
     dtype=cluster.dtype,
     device=f"{device.platform} {device.device_kind}",
     draft_s_per_node=DRAFT_S_PER_NODE,
+    spacing_s=tuple(spacing_s),
   )
 
 

@@ -28,6 +28,7 @@ from wanspec_jax.worlds import (
 
 _PROFILE_REPEATS = 5  # timed calls per bucket, virtual world
 _PROFILE_LAPS = 3  # laps per bucket, over sockets
+_PROFILE_STREAM = 8  # runs per bucket, one behind the other
 _DEFAULT_DTYPE = "bfloat16"
 _DEFAULT_BUCKETS = (8, 16, 32, 64)
 
@@ -68,12 +69,22 @@ class Session:
     return self.costs.lap_s(num_rows)
 
   async def run(
-    self, driver: Driver, requests: Sequence[sch.Request]
+    self,
+    driver: Driver,
+    requests: Sequence[sch.Request],
+    *,
+    draft: sch.DraftCosts | None = None,
   ) -> SessionResult:
-    """Runs requests that come all at once."""
+    """Runs requests that come all at once.
+
+    Args:
+      driver: a fresh one.
+      requests: in the order of their sequence numbers.
+      draft: what drafts are charged, over sockets; a virtual ring has its own.
+    """
     timed = [(0.0, request) for request in requests]
     if isinstance(self._world, SocketRing):
-      return await self._world.run(driver, timed)
+      return await self._world.run(driver, timed, draft=draft)
     return await asyncio.to_thread(self._world.run, driver, timed)
 
   def driver(
@@ -157,7 +168,10 @@ async def open_session(
     profile = read_profile(settings)
     if profile is None:
       seconds = await ring.profile(num_slots=sizes[-1], repeats=_PROFILE_LAPS)
-      profile = _arms.profile_of(cluster, seconds)
+      spacing_s = await ring.spacing(
+        num_slots=sizes[-1], repeats=_PROFILE_STREAM
+      )
+      profile = _arms.profile_of(cluster, seconds, spacing_s)
     say(f"compiled and profiled in {time.monotonic() - started_s:.1f} s")
     (directory / "profile.json").write_text(profile.to_json())
     yield Session(settings, cluster, ring, profile, directory)

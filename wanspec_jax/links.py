@@ -264,6 +264,10 @@ class StageProfile:
     device: what it was measured on.
     draft_s_per_node: drafting time of one node on the coordinator, for drafts
       that are not hidden behind the lap.
+    spacing_s: `[num_buckets]` least time between two runs of that many rows,
+      measured on runs launched one behind the other. Empty where nothing but
+      the busiest stage or link decides it; stages that share a host, its cores
+      or its memory's bandwidth slow each other down.
   """
 
   buckets: tuple[int, ...]
@@ -271,6 +275,7 @@ class StageProfile:
   dtype: str
   device: str
   draft_s_per_node: float = 0.0
+  spacing_s: tuple[float, ...] = ()
 
   def __post_init__(self):
     sizes = tuple(self.buckets)
@@ -295,6 +300,14 @@ class StageProfile:
         f"StageProfile.draft_s_per_node = {self.draft_s_per_node}: "
         "must be finite and >= 0"
       )
+    if self.spacing_s and (
+      len(self.spacing_s) != len(sizes)
+      or not all(math.isfinite(t) and t >= 0 for t in self.spacing_s)
+    ):
+      raise ValueError(
+        f"StageProfile.spacing_s = {self.spacing_s}: must be empty or "
+        f"{len(sizes)} finite times >= 0, one per bucket"
+      )
 
   @property
   def num_stages(self) -> int:
@@ -306,9 +319,19 @@ class StageProfile:
     The bucket that holds the rows is what is paid; more rows than the largest
     bucket go as several chunks, one after the other. No rows cost nothing.
     """
+    return self._of_rows(np.asarray(self.seconds, np.float64), num_rows)
+
+  def run_spacing_s(self, num_rows: int) -> float:
+    """Returns the least time between two runs of `num_rows` rows, as far as
+    `spacing_s` tells; 0 where it is empty."""
+    if not self.spacing_s:
+      return 0.0
+    spacing = np.asarray(self.spacing_s, np.float64)[None]
+    return float(self._of_rows(spacing, num_rows)[0])
+
+  def _of_rows(self, seconds: np.ndarray, num_rows: int) -> np.ndarray:
     if num_rows < 0:
       raise ValueError(f"num_rows = {num_rows}: must be >= 0")
-    seconds = np.asarray(self.seconds, np.float64)
     chunks, rest = divmod(num_rows, self.buckets[-1])
     total = chunks * seconds[:, -1]
     if rest:
@@ -324,7 +347,7 @@ class StageProfile:
     """Returns the profile of `to_json`, or `ValueError` naming wrong fields."""
     data = json.loads(text)
     known = {field.name for field in dataclasses.fields(cls)}
-    needed = known - {"draft_s_per_node"}
+    needed = known - {"draft_s_per_node", "spacing_s"}
     if not isinstance(data, dict) or not needed <= set(data) <= known:
       found = sorted(data) if isinstance(data, dict) else type(data).__name__
       raise ValueError(f"StageProfile: fields {found}: must be {sorted(known)}")
@@ -335,6 +358,7 @@ class StageProfile:
         "seconds": tuple(
           tuple(float(t) for t in times) for times in data["seconds"]
         ),
+        "spacing_s": tuple(float(t) for t in data.get("spacing_s", ())),
       }
     )
 

@@ -20,7 +20,14 @@ from wanspec_jax import schedules as sch
 from wanspec_jax import wire
 from wanspec_jax.links import Ring, StageProfile, hop_bytes_model
 from wanspec_jax.messages import Sampling
-from wanspec_jax.worlds import Driver, ReplayStage, VirtualRing
+from wanspec_jax.worlds import (
+  Driver,
+  PassStage,
+  Recording,
+  ReplayStage,
+  SessionResult,
+  VirtualRing,
+)
 
 ROW_BYTES = 8192
 STEP_S = 0.064
@@ -57,18 +64,45 @@ class Point:
     )
 
 
+LAPS_S = (0.02, 0.2, 0.8)
+MBPS = (1.0, 30.0, 1000.0)
+STAGES = (2, 8, 32)
+LEVELS_S = (0.0, 0.01)
+QUALITIES = (0.3, 0.6, 0.9)
+
+
 def points(quick: bool) -> list[Point]:
-  """Returns the grid; with `quick` its corners and middle."""
-  laps = (0.02, 0.8) if quick else (0.02, 0.2, 0.8)
-  mbps = (1.0, 1000.0) if quick else (1.0, 30.0, 1000.0)
-  stages = (2, 8) if quick else (2, 8, 32)
-  levels = (0.0, 0.01)
-  qualities = (0.3, 0.9) if quick else (0.3, 0.6, 0.9)
+  """Returns the grid; with `quick` 12 of its points.
+
+  Nine of those are Taguchi's orthogonal array L9: each pair of laps,
+  bandwidths, stages and qualities meets once. Three more are corners at which
+  one thing alone decides: a pipe that a flood of nodes fills, a drafter that is
+  slower than a stage, a link that is busy all the time.
+  """
+  if not quick:
+    axes = (LAPS_S, MBPS, STAGES, LEVELS_S, QUALITIES)
+    chosen = list(itertools.product(*axes))
+    # In no order, so that the first results tell of all axes.
+    random.Random(0).shuffle(chosen)
+  else:
+    chosen = [
+      (
+        LAPS_S[i],
+        MBPS[j],
+        STAGES[(i + j) % 3],
+        LEVELS_S[(i + j) % 2],
+        QUALITIES[(i + 2 * j) % 3],
+      )
+      for i, j in itertools.product(range(3), repeat=2)
+    ]
+    chosen += [
+      (0.8, 1000.0, 8, 0.0, 0.9),
+      (0.02, 1000.0, 8, 0.01, 0.9),
+      (0.02, 1.0, 2, 0.0, 0.9),
+    ]
   return [
     Point(lap_s=a, mbps=b, stages=c, level_s=d, quality=e)
-    for a, b, c, d, e in itertools.product(
-      laps, mbps, stages, levels, qualities
-    )
+    for a, b, c, d, e in chosen
   ]
 
 
@@ -129,7 +163,22 @@ def rate(
   skip: int = 33,
   seed: int = 0,
 ) -> float:
-  """Returns virtual tokens per second from token `skip` on.
+  """Returns virtual tokens per second from token `skip` on; see `session`."""
+  result = session(point, policy, tokens=tokens, seed=seed)
+  times = result.outcomes[0].emitted_s
+  return (tokens - 1 - skip) / (times[-1] - times[skip])
+
+
+def session(
+  point: Point,
+  policy: sch.Policy,
+  *,
+  tokens: int,
+  seed: int = 0,
+  trace: bool = False,
+  recording: Recording | None = None,
+) -> SessionResult:
+  """Returns what one text of so many tokens leaves behind.
 
   All policies meet the same text and the same drafts.
 
@@ -146,10 +195,8 @@ def rate(
     seed=seed,
   )
   profile, costs = costs_of(point)
-  stages: list[Any] = [
-    ReplayStage(capacity=_SLOTS, row_bytes=ROW_BYTES)
-    for _ in range(point.stages - 1)
-  ]
+  # Only the last stage needs books: it draws.
+  stages: list[Any] = [PassStage(ROW_BYTES) for _ in range(point.stages - 1)]
   stages.append(ReplayStage(capacity=_SLOTS, texts={0: text}))
   hop = wire.LinkShaper(
     delay_s=point.lap_s / (point.stages + 1), bandwidth_bps=point.mbps * 1e6
@@ -159,17 +206,17 @@ def rate(
     hops=[hop] * (point.stages + 1),
     profile=profile,
     draft=costs.draft,
-    trace=False,
+    trace=trace,
   )
   engine = sch.init(policy, costs, capacity=_SLOTS, prefill_rows=MAX_ROWS)
   request = sch.Request(
     prompt=tuple(text[:_PROMPT]), max_new_tokens=tokens, sampling=Sampling()
   )
-  outcome = world.run(Driver(engine, drafter), [(0.0, request)]).outcomes[0]
-  if outcome.tokens != text[_PROMPT : _PROMPT + tokens]:
+  driver = Driver(engine, drafter, recording=recording)
+  result = world.run(driver, [(0.0, request)])
+  if result.outcomes[0].tokens != text[_PROMPT : _PROMPT + tokens]:
     raise RuntimeError(f"{policy.name} on {point.name()}: the text differs")
-  times = outcome.emitted_s
-  return (tokens - 1 - skip) / (times[-1] - times[skip])
+  return result
 
 
 def _sized(gains: Any, lap_s: Callable[[int], float]) -> int:

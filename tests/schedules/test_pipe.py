@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Costs and the pipe against the virtual world and sums by hand."""
 
+import dataclasses
 import itertools
 import math
 
@@ -131,6 +132,87 @@ def test_what_waits_is_what_is_booked():
   assert pipe.tail_s(10, 5.0) > 5.0 + pipe.costs.tail_s(10)
   pipe.clear()
   assert pipe.wait_s(10, 5.0) == pytest.approx(0.0, abs=1e-12)
+
+
+def test_stages_that_share_a_host_space_the_runs():
+  """What no link or stage alone demands: runs follow at the measured time."""
+  profile = dataclasses.replace(
+    _profile(), buckets=(8, 64), seconds=((0.004, 0.004),) * 3
+  )
+  profile = dataclasses.replace(profile, spacing_s=(0.02, 0.05))
+  ring = Ring.uniform(num_stages=3, lap_s=0.1, bandwidth_bps=1e9)
+  costs = sch.Costs.of_ring(ring, profile, lambda n: np.zeros(4), max_rows=64)
+  assert costs.occupancy_s(8) == pytest.approx(0.02)
+  assert costs.occupancy_s(9) == pytest.approx(0.05)
+  assert costs.occupancy_s(65) == pytest.approx(0.07)
+  assert costs.lap_s(8) == pytest.approx(0.112), "alone it is as fast as ever"
+  pipe = sch.Pipe(costs)
+  back = [pipe.launch(8, 1.0)[1] for _ in range(3)]
+  assert np.diff(back) == pytest.approx([0.02, 0.02])
+  assert pipe.wait_s(9, 1.0) == pytest.approx(0.06)
+  assert pipe.queue_s(64, 1.06, 1.06) == pytest.approx(0.05)
+  assert pipe.wait_s(1, 1.06) == pytest.approx(0.0), "nothing was booked"
+  assert StageProfile.from_json(profile.to_json()) == profile
+  with pytest.raises(ValueError, match=r"spacing_s = .*: must be empty or"):
+    dataclasses.replace(profile, spacing_s=(0.02,))
+
+
+def test_what_runs_do_to_each_other_is_learned_from_their_returns():
+  """Runs come back late by 3 ms for each other one under way meanwhile."""
+  text = [i * i % 7 % bench.VOCAB for i in range(400)]
+
+  def decide(spec, pipe, time_s):
+    if not spec.drafting and spec.drafted_root != spec.root:
+      return sch.Grow((spec.anchor(spec.root),), 40)
+    ids = spec.launchable(1)
+    return sch.Send(tuple(ids)) if ids and len(spec.flights) < width else None
+
+  for width in (1, 4):
+    state = sch.init(
+      sch.Policy("some", decide, 8), _costs(), capacity=300, prefill_rows=8
+    )
+    stage = ReplayStage(capacity=300, texts={0: text})
+    drafter = bench.chain_of({0: text}, 40)
+    driver = Driver(state, drafter)
+    request = sch.Request(
+      prompt=tuple(text[:1]), max_new_tokens=60, sampling=Sampling()
+    )
+    work = driver.handle(sch.Submitted(time_s=0.0, sequence=0, request=request))
+    due: list[tuple[float, int, object]] = []
+    alive: list[int] = []
+    others: dict[int, int] = {}
+
+    def take(
+      work,
+      time_s,
+      due=due,
+      alive=alive,
+      others=others,
+      driver=driver,
+      stage=stage,
+    ):
+      for run in work.runs if not driver.done else ():
+        others[run.run_id] = len(alive)
+        for other in alive:
+          others[other] += 1
+        alive.append(run.run_id)
+        spec = driver.engine.sequences[0].spec
+        (flight,) = [f for f in spec.flights if f.run == run.run_id]
+        due.append((flight.return_s, run.run_id, stage.process(run)))
+      for draft in work.drafts:
+        take(driver.handle(driver.draft(draft, time_s)), time_s)
+
+    take(work, 0.0)
+    while not driver.done:
+      back_s, run_id, output = due.pop(0)
+      alive.remove(run_id)
+      time_s = back_s + 3e-3 * others[run_id]
+      take(
+        driver.handle(sch.Arrived(time_s=time_s, returned=output.message)),
+        time_s,
+      )
+    found = driver.engine.pipe.crowding_s
+    assert found == pytest.approx(3e-3 * (width > 1), rel=1e-6, abs=1e-9)
 
 
 @pytest.mark.parametrize("stated", [0.03, 0.3, 0.6, 0.95])

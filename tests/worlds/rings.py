@@ -70,7 +70,8 @@ class Recorded:
 
 def recorded(num_stages, texts=None):
   """Returns stages that draw from `{sequence: text}`."""
-  texts = texts or dict.fromkeys(range(8), TEXT)
+  if texts is None:
+    texts = dict.fromkeys(range(8), TEXT)
   return [Recorded() for _ in range(num_stages - 1)] + [Recorded(texts=texts)]
 
 

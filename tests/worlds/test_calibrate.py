@@ -93,6 +93,14 @@ def test_a_ring_is_timed_in_its_laps():
           await ring.profile(num_slots=65, repeats=1)
         with pytest.raises(ValueError, match="repeats at least 1"):
           await ring.profile(num_slots=64, repeats=0)
+        # The slower of two stages that sleep side by side sets the pace.
+        spacing = await ring.spacing(num_slots=64, repeats=5)
+        for seconds, bucket in zip(
+          spacing, rings.SHAPE.row_buckets, strict=True
+        ):
+          assert 2e-3 * bucket <= seconds < 1.5 * 2e-3 * bucket + 0.01
+        with pytest.raises(ValueError, match="repeats at least 2"):
+          await ring.spacing(num_slots=64, repeats=1)
         assert await rings.decode(ring) == rings.TEXT[3:13], "still usable"
 
   rings.run(main)

@@ -95,7 +95,10 @@ def step(
         if touched in state.sequences:
           flights = state.sequences[touched].spec.flights
           if flights and flights[0].run == returned.run_id:
-            flights.popleft()
+            flight = flights.popleft()
+            state.pipe.note_return(
+              now_s - flight.return_s, flight.others + len(state.runs)
+            )
         for verdict in returned.verdicts:
           if verdict.sequence in state.sequences:
             actions += apply_verdict(state, verdict, now_s)

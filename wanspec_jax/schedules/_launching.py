@@ -249,6 +249,7 @@ def _launch(
           launched_s=now_s,
           tail_s=tail_s,
           return_s=return_s,
+          others=len(state.runs),
         )
       )
       state.runs[state.next_run] = sequence

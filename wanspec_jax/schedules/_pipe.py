@@ -33,6 +33,7 @@ class DraftCosts(NamedTuple):
 
 _FREE = DraftCosts()
 _HIT_MEMORY = 50
+_RETURN_MEMORY = 100
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -45,12 +46,16 @@ class Costs:
       …, stage P − 1, hop P busy.
     max_rows: rows that one run may carry (the stages' largest bucket).
     draft: of the drafter.
+    spacing_s: `(rows) -> seconds` that must lie between two runs whatever each
+      link and stage alone could take: stages that share a host. None for
+      nothing beyond `busy_s`.
   """
 
   delay_s: tuple[float, ...]
   busy_s: Callable[[int], tuple[float, ...]]
   max_rows: int
   draft: DraftCosts = _FREE
+  spacing_s: Callable[[int], float] | None = None
 
   @classmethod
   def of_ring(
@@ -82,6 +87,7 @@ class Costs:
       busy_s=busy_s,
       max_rows=max_rows,
       draft=draft,
+      spacing_s=profile.run_spacing_s if profile.spacing_s else None,
     )
 
   @classmethod
@@ -103,22 +109,32 @@ class Costs:
     return self.lap_s(rows) - self.delay_s[-1] - self.busy_s(rows)[-1]
 
   def occupancy_s(self, rows: int) -> float:
-    """Returns how long the busiest link or stage is kept busy: no two such
-    runs can follow each other more closely."""
-    return max(self.busy_s(rows))
+    """Returns how long the busiest link or stage is kept busy, or the host that
+    stages share: no two such runs can follow each other more closely."""
+    busiest_s = max(self.busy_s(rows))
+    return max(busiest_s, self.gate_s(rows))
+
+  def gate_s(self, rows: int) -> float:
+    """Returns `spacing_s(rows)`, 0 where there is none."""
+    return self.spacing_s(rows) if self.spacing_s is not None else 0.0
 
 
 class Pipe:
   """Costs, and what the runs launched so far do to those that follow.
 
-  Runs keep their order, so each link and stage is a queue with one server. The
-  pipe is shared by all sequences of an engine.
+  Runs keep their order, so each link and stage is a queue with one server. What
+  stages share is one more, which all runs pass first: where contention slows
+  several runs down a little each, the last of them is as late as if it had
+  waited there. The pipe is shared by all sequences of an engine.
 
   Attributes:
     costs: see `Costs`.
     num_sequences: sequences that share the pipe.
     hit_rate: how often, of late, the target's token was among the drafted
       children of the token before, where there were any.
+    crowding_s: by how much a run has come back later than these queues say, per
+      other run that was under way meanwhile: what stages that share cores and
+      memory do to each other. 0 where there is nothing of the kind.
   """
 
   def __init__(self, costs: Costs):
@@ -126,11 +142,18 @@ class Pipe:
     self.num_sequences = 0
     self.hit_rate = 0.5
     self._free_s = [0.0] * (2 * len(costs.delay_s) - 1)
+    self._gate_s = 0.0
+    self._late_s = self._others = 0.0
+
+  @property
+  def crowding_s(self) -> float:
+    return max(0.0, self._late_s / self._others) if self._others else 0.0
 
   def launch(self, rows: int, time_s: float) -> tuple[float, float]:
     """Books a run launched now; returns when the tail has walked it and when
     it is back."""
-    at = time_s
+    at = max(time_s, self._gate_s)
+    self._gate_s = at + self.costs.gate_s(rows)
     tail_s = at
     last = len(self._free_s) - 1
     delays = self.costs.delay_s
@@ -150,7 +173,7 @@ class Pipe:
 
   def tail_s(self, rows: int, time_s: float) -> float:
     """Returns when the tail would have walked a run launched now."""
-    at = time_s
+    at = max(time_s, self._gate_s)
     delays = self.costs.delay_s
     for i, busy in enumerate(self.costs.busy_s(rows)[:-1]):
       free = self._free_s[i]
@@ -162,16 +185,32 @@ class Pipe:
   def queue_s(self, rows: int, time_s: float, then_s: float) -> float:
     """Returns how long a run of one row, launched at `then_s`, would queue on
     its way to the tail if one of `rows` were launched now."""
-    free_s = list(self._free_s)
+    free_s, gate_s = list(self._free_s), self._gate_s
     self.launch(rows, time_s)
     wait_s = self.wait_s(1, then_s)
-    self._free_s = free_s
+    self._free_s, self._gate_s = free_s, gate_s
     return wait_s
 
   def note_hit(self, hit: bool) -> None:
     """Counts one token whose predecessor had drafted children."""
     self.hit_rate += (hit - self.hit_rate) / _HIT_MEMORY
 
+  def note_return(self, late_s: float, others: int) -> None:
+    """Counts one run that came back.
+
+    Least squares through the origin, `Σ late · others / Σ others²`, the past
+    forgotten by and by.
+
+    Args:
+      late_s: how much later than `launch` said; negative for sooner.
+      others: runs that were under way at its launch, and that were launched
+        while it was.
+    """
+    keep = 1 - 1 / _RETURN_MEMORY
+    self._late_s = keep * self._late_s + late_s * others
+    self._others = keep * self._others + others * others
+
   def clear(self) -> None:
     """Forgets what was launched: it is lost."""
     self._free_s = [0.0] * len(self._free_s)
+    self._gate_s = 0.0

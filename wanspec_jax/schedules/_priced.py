@@ -28,11 +28,12 @@ such plans, for other rings and drafters.
 """
 
 import dataclasses
+import heapq
 import math
 from typing import NamedTuple
 
 from wanspec_jax.schedules._pipe import Pipe
-from wanspec_jax.schedules._speculation import Speculation
+from wanspec_jax.schedules._speculation import Node, Speculation
 from wanspec_jax.schedules._state import Answer, Grow, Hold, Policy, Send
 
 
@@ -52,7 +53,7 @@ class Pricing:
   pool: int = 64
   ahead: int = 96
   min_probability: float = 1e-4
-  draft_width: int = 8
+  draft_width: int = 16
   slack: float = 0.05
 
 
@@ -91,49 +92,68 @@ def _growth(
   """
   if spec.remaining <= 1:
     return None
-  root = spec.nodes[spec.root]
-  floor = math.log(limits.min_probability) + root.path_log_p
-  is_stale = not pipe.costs.draft.per_level_s and spec.drafted_root != spec.root
-  latest = _latest(spec, pipe, time_s)
+  is_costly = pipe.costs.draft.per_level_s > 0
+  is_stale = not is_costly and spec.drafted_root != spec.root
+  nodes, below = spec.nodes, spec.below
+  root = nodes[spec.root]
+  base = root.path_log_p
+  floor = math.log(limits.min_probability) + base
+  deepest = root.position + spec.remaining - 1
+  tails = {flight.run: flight.tail_s for flight in spec.flights}
+  latest, waiting = _waiting(spec, pipe, time_s, tails)
   soonest_s = pipe.tail_s(1, time_s)
-  ready, leaves = [], []
-  for node in spec.nodes.values():
-    if node.path_log_p < floor:
-      continue
-    chance = math.exp(node.path_log_p - root.path_log_p)
-    score = chance * max(0.0, latest[node.id] - soonest_s)
-    if node.run is None and node.id != spec.root:
-      ready.append(score)
-    if node.position - root.position >= spec.remaining - 1:
+  lap_s = pipe.costs.lap_s(1)
+  least = 0.0
+  if not is_stale:
+    ahead = limits.ahead
+    if is_costly and spec.flights:
+      # Just in time: two runs of what the pipe has been taking.
+      ahead = min(ahead, max(2, 2 * len(spec.flights[-1].ids)))
+    if len(waiting) >= ahead and not is_costly:
+      return None
+    if len(waiting) >= ahead:
+      ready = sorted(
+        (
+          math.exp(node.path_log_p - base)
+          * max(0.0, latest[node.id] - soonest_s)
+          for node in waiting
+          if node.path_log_p >= floor
+        ),
+        reverse=True,
+      )
+      if len(ready) >= ahead:
+        least = ready[ahead - 1] / max(pipe.hit_rate, 0.05)
+  leaves = []
+  for node in nodes.values():
+    if node.path_log_p < floor or node.position >= deepest:
       continue
     if is_stale:
-      if node.run is not None or node.id == spec.root:
-        sent = sum(
-          math.exp(spec.nodes[c].log_p)
-          for c in spec.below.get(node.id, ())
-          if spec.nodes[c].run is not None
-        )
-        leaves.append((-score * max(0.0, 1 - sent), node.id))
-    elif node.grown is None:  # it may lack children that an answer left out
-      leaves.append((-score * (1 - _covered(spec, node.id)), node.id))
-  least = 0.0
-  ahead = limits.ahead
-  if pipe.costs.draft.per_level_s and spec.flights:
-    # Just in time: two runs of what the pipe has been taking.
-    ahead = min(ahead, max(2, 2 * len(spec.flights[-1].ids)))
-  if len(ready) >= ahead and not is_stale:
-    ready.sort(reverse=True)
-    least = ready[ahead - 1] / max(pipe.hit_rate, 0.05)
-  leaves.sort()
-  anchors = [
-    node for minus, node in leaves[: limits.draft_width] if -minus >= least
-  ]
+      if node.run is None and node is not root:
+        continue
+    elif node.grown is not None:
+      continue  # else it may lack children that an answer left out
+    missing = 1.0
+    for child in below.get(node.id, ()):
+      if not is_stale or nodes[child].run is not None:
+        missing -= math.exp(nodes[child].log_p)
+    if missing <= 0.0:
+      continue
+    if node.run is not None:
+      latest_s = tails.get(node.run, time_s) + lap_s
+    else:
+      latest_s = latest[node.id]
+    chance = math.exp(node.path_log_p - base)
+    score = chance * missing * (latest_s - soonest_s)
+    if score >= least:
+      leaves.append((-score, node.id))
+  width = limits.draft_width if is_costly or is_stale else limits.pool
+  anchors = [node for _, node in heapq.nsmallest(width, leaves)]
   if not anchors:
     return None
-  budget = min(limits.pool, pipe.costs.max_rows)
-  levels = None
-  if pipe.costs.draft.per_level_s:
-    levels, budget = 1, 4 * len(anchors)
+  if is_stale:
+    budget, levels = min(limits.pool, pipe.costs.max_rows), None
+  else:
+    budget, levels = 4 * len(anchors), 1
   return Grow(tuple(spec.anchor(a) for a in anchors), budget, levels)
 
 
@@ -185,26 +205,39 @@ def _leaves_at(spec: Speculation, pipe: Pipe, node_id: int) -> float:
   """Returns the probability that the text leaves the drafted tree there."""
   node = spec.nodes[node_id]
   covered = _covered(spec, node_id)
-  if node.grown is None:
+  if node.grown is None and node_id == spec.root:
     covered = max(covered, pipe.hit_rate)
   chance = math.exp(node.path_log_p - spec.nodes[spec.root].path_log_p)
   return chance * (1 - covered)
 
 
-def _latest(spec: Speculation, pipe: Pipe, time_s: float) -> dict[int, float]:
-  """Returns, per alive node, when the tail would have its children if they
-  waited for the verdict on their nearest launched ancestor."""
+def _row_s(pipe: Pipe) -> float:
+  """Returns what a row takes of the busiest link or stage in runs of the best
+  size."""
+  costs = pipe.costs
+  return min(costs.occupancy_s(n) / n for n in _sizes(costs.max_rows))
+
+
+def _waiting(
+  spec: Speculation, pipe: Pipe, time_s: float, tails: dict[int, float]
+) -> tuple[dict[int, float], list[Node]]:
+  """Returns when the tail would have an unlaunched node (or the root, unless it
+  is launched) if it waited for the verdict on its nearest launched ancestor,
+  and the unlaunched nodes."""
   lap_s = pipe.costs.lap_s(1)
-  tails = {flight.run: flight.tail_s for flight in spec.flights}
+  row_s = _row_s(pipe)
+  nodes = spec.nodes
+  waiting = spec.unlaunched()
   latest: dict[int, float] = {}
-  for node in spec.nodes.values():  # parents come first
-    if node.run is not None:
-      latest[node.id] = tails.get(node.run, time_s) + lap_s
-    elif node.id == spec.root:
-      latest[node.id] = pipe.tail_s(1, time_s) + lap_s
+  if not spec.root_launched:
+    latest[spec.root] = pipe.tail_s(1, time_s) + lap_s
+  for node in waiting:  # parents come first
+    if node.parent in latest:
+      latest[node.id] = latest[node.parent] + row_s  # its turn comes later
     else:
-      latest[node.id] = latest[node.parent]
-  return latest
+      run = nodes[node.parent].run
+      latest[node.id] = tails.get(run or 0, time_s) + lap_s
+  return latest, waiting
 
 
 def _ranked(
@@ -217,11 +250,12 @@ def _ranked(
   """
   root = spec.nodes[spec.root]
   floor = math.log(limits.min_probability) + root.path_log_p
-  latest = _latest(spec, pipe, time_s)
+  tails = {flight.run: flight.tail_s for flight in spec.flights}
+  latest, waiting = _waiting(spec, pipe, time_s, tails)
   soonest_s = pipe.tail_s(1, time_s)
   scored = []
-  for node in spec.nodes.values():
-    if node.run is not None or node.id == spec.root or node.path_log_p < floor:
+  for node in waiting:
+    if node.path_log_p < floor:
       continue
     if node.position - root.position >= spec.remaining:
       continue
@@ -257,17 +291,55 @@ def _best_run(
   With the root unlaunched there is always a run, be it of the root alone.
   """
   candidates = _ranked(spec, pipe, time_s, limits)
-  misses = _misses(spec)
+  misses = _misses(spec, pipe, time_s)
   with_root = not spec.root_launched
   best_saving, best_size = 0.0, 0
   for size in _sizes(min(len(candidates), spec.max_new_nodes) + with_root):
     saving = _saving_of_plan(candidates, size, spec, pipe, time_s, misses)
-    if saving > best_saving:
+    if not with_root and _better_later(
+      candidates[:size], spec, pipe, time_s, misses
+    ):
+      continue
+    if saving > best_saving * 1.001:  # a smaller run's verdict comes sooner
       best_saving, best_size = saving, size
   if best_size or with_root:
     count = max(0, best_size - with_root)
     return tuple(candidate.id for candidate in candidates[:count])
   return None
+
+
+def _better_later(
+  run: list[_Candidate],
+  spec: Speculation,
+  pipe: Pipe,
+  time_s: float,
+  misses: list[tuple[float, float]],
+) -> bool:
+  """Whether a run should wait for a verdict that is about to come.
+
+  In δ it may say that the run is in vain, with probability m, and a new root
+  would have to wait for what is left of its time on the busiest link or stage,
+  τ − δ; else what is below the run, with probability P, comes δ later:
+
+    m (τ − δ) > P δ
+
+  summed over the verdicts due until then.
+  """
+  rows = len(run)
+  clear_s = max(
+    time_s + pipe.costs.occupancy_s(rows),
+    pipe.tail_s(rows, time_s) - pipe.costs.tail_s(1),
+  )
+  ids = {c.id for c in run}
+  chance = sum(
+    spec.probability(c.id) for c in run if spec.nodes[c.id].parent not in ids
+  )
+  saved_s = 0.0
+  for due_s, miss in misses:
+    saved_s += miss * max(0.0, clear_s - due_s)
+    if saved_s > chance * max(0.0, due_s - time_s):
+      return True
+  return False
 
 
 def _saving_of_plan(
@@ -289,32 +361,38 @@ def _saving_of_plan(
   if with_root:  # the root waits for the rows that travel with it
     leaves = _leaves_at(spec, pipe, spec.root)
     saving -= leaves * (tail_s - pipe.tail_s(1, time_s))
-  else:
-    clear_s = max(time_s + space_s, tail_s - costs.tail_s(1))
-    for due_s, miss in misses:
-      saving -= miss * max(0.0, clear_s - due_s)
   for i, (_, last, latest_s) in enumerate(candidates):
     run = (i + with_root) // size
     saving += last * max(0.0, latest_s - tail_s - run * space_s)
   return saving
 
 
-def _misses(spec: Speculation) -> list[tuple[float, float]]:
-  """Returns, per run in flight, when it is due and the probability that the
-  text leaves the launched tree there."""
-  root = spec.nodes[spec.root]
+def _misses(
+  spec: Speculation, pipe: Pipe, time_s: float
+) -> list[tuple[float, float]]:
+  """Returns, per run in flight that is due before the largest run launched now
+  would let another one pass, when it is due and the probability that the text
+  leaves the launched tree there."""
+  nodes = spec.nodes
+  base = nodes[spec.root].path_log_p
+  rows = pipe.costs.max_rows
+  until_s = max(
+    time_s + pipe.costs.occupancy_s(rows),
+    pipe.tail_s(rows, time_s) - pipe.costs.tail_s(1),
+  )
   dues = []
   for flight in spec.flights:
+    if flight.return_s >= until_s:
+      break
     miss = 0.0
     for node_id in flight.ids:
-      node = spec.nodes.get(node_id)
+      node = nodes.get(node_id)
       if node is None:
         continue
-      stays = sum(
-        math.exp(spec.nodes[c].log_p)
-        for c in spec.below.get(node_id, ())
-        if spec.nodes[c].run is not None
-      )
-      miss += math.exp(node.path_log_p - root.path_log_p) * max(0.0, 1 - stays)
+      leaves = 1.0
+      for child in spec.below.get(node_id, ()):
+        if nodes[child].run is not None:
+          leaves -= math.exp(nodes[child].log_p)
+      miss += math.exp(node.path_log_p - base) * max(0.0, leaves)
     dues.append((flight.return_s, miss))
   return dues

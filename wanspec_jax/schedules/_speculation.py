@@ -4,7 +4,7 @@
 import collections
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 from wanspec_jax.base import Anchor, Nodes
 
@@ -53,6 +53,7 @@ class Flight:
     launched_s: when it was launched.
     tail_s: when the model expects its last row's logits.
     return_s: when the model expects it back.
+    others: runs of any sequence that were in flight at its launch.
   """
 
   run: int
@@ -60,6 +61,7 @@ class Flight:
   launched_s: float
   tail_s: float
   return_s: float
+  others: int = 0
 
 
 @dataclasses.dataclass(slots=True)
@@ -96,6 +98,8 @@ class Speculation:
     misses: verdicts in a row after which the root had to be launched anew.
     verdicts: number of verdicts so far.
     recent: (time, committed tokens by then) of the latest verdicts.
+    fresh: nodes below the root in creation order, all unlaunched ones among
+      them; see `unlaunched`.
   """
 
   sequence: int
@@ -125,6 +129,7 @@ class Speculation:
   recent: collections.deque[tuple[float, int]] = dataclasses.field(
     default_factory=lambda: collections.deque(maxlen=_RECENT)
   )
+  fresh: list[Node] = dataclasses.field(default_factory=list)
 
   @property
   def root_launched(self) -> bool:
@@ -160,11 +165,8 @@ class Speculation:
 
   def unlaunched(self) -> list[Node]:
     """Returns unlaunched nodes below the root, in creation order."""
-    return [
-      node
-      for node in self.nodes.values()
-      if node.run is None and node.id != self.root
-    ]
+    self.fresh = [node for node in self.fresh if node.run is None]
+    return list(self.fresh)
 
   def probability(self, node_id: int) -> float:
     """Returns the estimated probability that the node's path is accepted."""
@@ -249,7 +251,7 @@ def add_child(
     node = spec.nodes[known]
     if node.run is not None:
       return node
-    node.log_q = log_q  # a newer estimate replaces the older
+    node.log_q, node.level = log_q, level  # the newer estimate counts
   else:
     node = Node(
       id=spec.next_id,
@@ -265,6 +267,7 @@ def add_child(
     spec.nodes[node.id] = node
     spec.children[parent, token] = node.id
     spec.below.setdefault(parent, []).append(node.id)
+    spec.fresh.append(node)
   # Siblings exclude each other: together they are not likelier than certain.
   taken = sum(
     math.exp(spec.nodes[sibling].log_p)
@@ -331,6 +334,7 @@ def add_nodes(
     )
   }
   taken = 0
+  listed: dict[int, dict[int, None]] = {}  # children by parent, in order
   for token, parent, log_q in zip(
     nodes.tokens.tolist(),
     nodes.parents.tolist(),
@@ -354,9 +358,30 @@ def add_nodes(
     # Rounding makes certain nodes slightly more than certain; a node must not
     # look likelier than its parent, behind which it is launched.
     child = add_child(spec, above, token, min(log_q, 0.0), estimate)
+    listed.setdefault(above, {})[child.id] = None
     rows.append(child.id)
     taken += 1
+  for above, fresh in listed.items():
+    if len(spec.below[above]) > len(fresh):
+      _prefer(spec, above, fresh, estimate)
   return taken
+
+
+def _prefer(
+  spec: Speculation, parent: int, fresh: Collection[int], estimate: Estimate
+) -> None:
+  """Leaves to the children that a newer draft did not name again no more than
+  what those that it did name leave."""
+  room = 1.0
+  for child in [*fresh, *(c for c in spec.below[parent] if c not in fresh)]:
+    node = spec.nodes[child]
+    if child in fresh and node.run is None:
+      log_p = estimate(node.log_q, node.level)
+    else:
+      log_p = node.log_p
+    node.log_p = min(log_p, math.log(max(room, 1e-9)), 0.0)
+    room -= math.exp(node.log_p)
+    _move(spec, node, spec.nodes[parent].path_log_p + node.log_p)
 
 
 def commit_tokens(
@@ -401,4 +426,5 @@ def commit_tokens(
   spec.dead_held += len(dead)
   spec.num_launched = num_launched
   spec.nodes, spec.below, spec.children = nodes, below, children
+  spec.fresh = [n for n in spec.unlaunched() if n.id in nodes and n.id != at]
   return path, dead

@@ -29,12 +29,13 @@ class Lap(NamedTuple):
 
 
 def calibration_laps(
-  shape: StageShape, *, num_slots: int, repeats: int
+  shape: StageShape, *, num_slots: int, repeats: int, is_stream: bool = False
 ) -> list[Lap]:
   """Returns the runs that time every row bucket at a cache size, in order.
 
   The first ones fill slots until the cache has that size. Then every bucket in
-  turn, `repeats` times over, gets a full run: a root with nodes below it.
+  turn, `repeats` times over, gets a full run: a root with nodes below it. For
+  a stream all runs of a bucket follow each other.
   """
   smaller = [b for b in shape.slot_buckets if b < num_slots]
   length = smaller[-1] if smaller else 0
@@ -70,11 +71,11 @@ def calibration_laps(
   for low in range(0, length, shape.max_rows):
     add(0, low, min(shape.max_rows, length - low), is_text=True)
   sequence = 0
-  for _ in range(repeats):
-    for bucket in shape.row_buckets:
-      sequence += 1
-      closes = (sequence - 1,) if sequence > 1 else ()
-      add(sequence, 0, bucket, is_text=False, closes=closes)
+  order = list(shape.row_buckets) * repeats
+  for bucket in sorted(order) if is_stream else order:
+    sequence += 1
+    closes = (sequence - 1,) if sequence > 1 else ()
+    add(sequence, 0, bucket, is_text=False, closes=closes)
   last = (sequence, 0) if length else (sequence,)
   add(sequence, 0, 0, is_text=False, closes=last)
   return laps

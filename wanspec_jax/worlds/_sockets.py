@@ -5,6 +5,7 @@ import asyncio
 import concurrent.futures
 import contextlib
 import dataclasses
+import itertools
 import logging
 import time
 from collections.abc import Generator, Sequence
@@ -258,11 +259,7 @@ class SocketRing:
       SessionFault: naming the stage that failed, and why.
     """
     shape, num_stages = self.cluster.shape, self.cluster.num_stages
-    if num_slots not in shape.slot_buckets or repeats < 1:
-      raise ValueError(
-        f"profile(num_slots={num_slots}, repeats={repeats}): num_slots must be "
-        f"one of {shape.slot_buckets}, repeats at least 1"
-      )
+    self._check_profile("profile", num_slots, repeats, 1)
     laps = calibration_laps(shape, num_slots=num_slots, repeats=repeats)
     elapsed_s: dict[int, float] = {}
     spans: list[list[Any]] = []
@@ -294,6 +291,56 @@ class SocketRing:
       [seconds[bucket][i] for bucket in shape.row_buckets]
       for i in range(num_stages)
     ]
+
+  async def spacing(self, *, num_slots: int, repeats: int) -> list[float]:
+    """Returns the least seconds between two runs of each row bucket.
+
+    Sends `repeats` runs of a bucket one behind the other and takes the mean
+    time between their returns: what the busiest stage or link needs, or more
+    where stages share a host. Compile with `measure` beforehand.
+
+    Args:
+      num_slots: cache size to measure at, a slot bucket.
+      repeats: runs per bucket, at least 2.
+
+    Raises:
+      SessionFault: naming the stage that failed, and why.
+    """
+    shape = self.cluster.shape
+    self._check_profile("spacing", num_slots, repeats, 2)
+    laps = calibration_laps(
+      shape, num_slots=num_slots, repeats=repeats, is_stream=True
+    )
+    found: dict[int, float] = {}
+    with self._use():
+      first = self.first_run
+      for bucket, group in itertools.groupby(laps, lambda lap: lap.bucket):
+        runs = [lap.run for lap in group]
+        for run in runs:
+          run_id = first + run.run_id
+          await self.launch(
+            wire.encode_run(dataclasses.replace(run, run_id=run_id))
+          )
+        back_s = []
+        for _ in runs:
+          source, frame = await self._take(self.lap_deadline_s, "no verdict")
+          if frame.kind != Kind.RETURNED:
+            raise proto.fault_of(frame, source.peer)
+          back_s.append(time.monotonic())
+          self.first_run += 1
+        if bucket is not None:
+          found[bucket] = (back_s[-1] - back_s[0]) / (len(runs) - 1)
+    return [found[bucket] for bucket in shape.row_buckets]
+
+  def _check_profile(
+    self, name: str, num_slots: int, repeats: int, least: int
+  ) -> None:
+    buckets = self.cluster.shape.slot_buckets
+    if num_slots not in buckets or repeats < least:
+      raise ValueError(
+        f"{name}(num_slots={num_slots}, repeats={repeats}): num_slots must be "
+        f"one of {buckets}, repeats at least {least}"
+      )
 
   async def run(
     self,

@@ -199,7 +199,7 @@ class _Session:
         due_s, sch.Submitted(time_s=due_s, sequence=sequence, request=request)
       )
     for kill in self._ring.weather.kills:
-      self._post(kill.time_s, kill)
+      self._post(self._ring.weather.start_s + kill.time_s, kill)
     left = len(requests)
     while self._heap:
       self._now_s, _, what = heapq.heappop(self._heap)
@@ -414,10 +414,11 @@ class _Session:
     output = self._ring.stages[stage].process(run, item.payload)
     spent_s = self._stage_s(output.num_rows)[stage]
     done_s = self._now_s + spent_s
-    if spent_s:
+    num_dropped = run.num_rows - output.num_rows
+    if spent_s or num_dropped:  # nothing left of a run takes no time
       name = f"{output.num_rows} rows"
-      if output.num_rows < run.num_rows:
-        name += f", {run.num_rows - output.num_rows} cancelled"
+      if num_dropped:
+        name += f", {num_dropped} cancelled"
       self._note(f"stage {stage}", name, self._now_s, done_s, run.run_id)
     self._post(done_s, _Done(stage, output, self._lives[stage]))
 

@@ -41,6 +41,8 @@ class Weather:
     duplicates: share of frames that arrive twice.
     stalls: see `Stall`.
     kills: see `Kill`.
+    start_s: when the schedule begins: slots, stalls and kills are counted from
+      then, and before it the weather is fair.
   """
 
   seed: int = 0
@@ -49,9 +51,17 @@ class Weather:
   duplicates: float = 0.0
   stalls: tuple[Stall, ...] = ()
   kills: tuple[Kill, ...] = ()
+  start_s: float = 0.0
 
   def delivery_s(self, hop: int, sent_s: float, arrival_s: float) -> float:
     """Returns when a frame arrives that would have come at `arrival_s`."""
+    if sent_s < self.start_s:
+      return arrival_s
+    return self.start_s + self._delivery_s(
+      hop, sent_s - self.start_s, arrival_s - self.start_s
+    )
+
+  def _delivery_s(self, hop: int, sent_s: float, arrival_s: float) -> float:
     if self.loss and self._share(hop, int(sent_s / _SLOT_S)) < self.loss:
       arrival_s += self.retransmit_s
     for stall in sorted(self.stalls, key=lambda stall: stall.start_s):
