@@ -22,9 +22,11 @@ def spawn(
 ) -> Generator[list[subprocess.Popen]]:
   """Starts the stages of a loopback cluster and stops them at the end.
 
+  Its standbys are started as well, behind the stages.
+
   Args:
     cluster: see `worlds.local_cluster`.
-    directory: gets the cluster file and each stage's log.
+    directory: gets the cluster file and each process's log.
 
   Raises:
     RuntimeError: a stage ended or was not up within the cluster's
@@ -33,10 +35,12 @@ def spawn(
   path = directory / "cluster.toml"
   path.write_text(cluster.to_toml())
   processes: list[subprocess.Popen] = []
-  logs = [directory / f"{stage.name}.log" for stage in cluster.stages]
+  members = [*range(cluster.num_stages), *(s.name for s in cluster.standbys)]
+  names = [s.name for s in (*cluster.stages, *cluster.standbys)]
+  logs = [directory / f"{name}.log" for name in names]
   try:
-    for i, log in enumerate(logs):
-      processes.append(start_stage(path, i, log))
+    for who, log in zip(members, logs, strict=True):
+      processes.append(start_stage(path, who, log))
     await_ready(processes, logs, cluster.start_deadline_s)
     yield processes
   finally:
@@ -53,13 +57,13 @@ def spawn(
 
 
 def start_stage(
-  cluster: pathlib.Path, index: int, log: pathlib.Path
+  cluster: pathlib.Path, who: int | str, log: pathlib.Path
 ) -> subprocess.Popen:
-  """Starts one stage and returns at once.
+  """Starts one stage or standby and returns at once.
 
   Args:
     cluster: cluster file.
-    index: of the stage.
+    who: index of the stage, or name of the standby.
     log: gets what it prints; written anew.
   """
   environment = os.environ | {
@@ -78,8 +82,8 @@ def start_stage(
         "experiments.serve",
         "--cluster",
         str(cluster.resolve()),
-        "--stage",
-        str(index),
+        "--stage" if isinstance(who, int) else "--standby",
+        str(who),
       ],
       stdout=out,
       stderr=subprocess.STDOUT,

@@ -44,6 +44,7 @@ class Arm:
     outcomes: one per prompt, in the order of the prompts.
     bytes: what went over the links in the whole session.
     replayed: whether the tokens were replayed instead of computed.
+    faults: `(stage, cause)` of every failure that was survived.
   """
 
   name: str
@@ -51,6 +52,7 @@ class Arm:
   outcomes: Sequence[Outcome]
   bytes: ByteCounter
   replayed: bool = False
+  faults: Sequence[tuple[str, str]] = ()
 
   def __post_init__(self):
     if self.world not in CLOCKS:

@@ -160,6 +160,7 @@ async def open_session(
         cluster,
         model_hash=models.model_hash(cluster.model),
         hops=hops if settings.emulate else None,
+        recover=bool(cluster.standbys),
       )
     )
     started_s = time.monotonic()
@@ -201,6 +202,7 @@ def make_cluster(settings: Decode) -> Cluster:
     verifier=ring.verifier,
     rollback=ring.rollback,
     peer_deadline_s=ring.peer_deadline_s,
+    standbys=ring.standbys,
   )
 
 

@@ -29,6 +29,8 @@ class RingSettings:
     verifier: `race` (temperature 0 is greedy there too) or `greedy` alone.
     rollback: how stages take back what was not accepted.
     peer_deadline_s: silence after which a stage counts as lost.
+    standbys: stages, by index, that a standby process is started for; it takes
+      over if the stage fails.
   """
 
   stages: int = 4
@@ -42,10 +44,17 @@ class RingSettings:
   verifier: Literal["race", "greedy"] = "race"
   rollback: Literal["mask"] = "mask"
   peer_deadline_s: float = 10.0
+  standbys: tuple[int, ...] = ()
 
   def __post_init__(self):
     if self.stages < 1:
       raise ValueError(f"ring.stages = {self.stages}: must be >= 1")
+    for stage in self.standbys:
+      if not 0 <= stage < self.stages:
+        raise ValueError(
+          f"ring.standbys = {self.standbys}: must be stages 0 to "
+          f"{self.stages - 1}"
+        )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -20,7 +20,14 @@ from typing import Any
 import rich.console
 import tyro
 
-from experiments import _arms, _report, _rundir, _setup, _timeline
+from experiments import (
+  _arms,
+  _fates,
+  _report,
+  _rundir,
+  _setup,
+  _timeline,
+)
 from experiments._recorded import recorded_plain, ring_identity
 from experiments._session import Session, open_session
 from experiments._settings import Decode, load_config
@@ -30,6 +37,7 @@ from wanspec_jax import schedules as sch
 from wanspec_jax.worlds import (
   Cluster,
   Outcome,
+  Recording,
   SessionFault,
   Span,
 )
@@ -127,11 +135,17 @@ async def run_arm(
   *,
   recorded: Sequence[Outcome] | None = None,
   printer: Any = None,
-) -> tuple[_report.Arm, list[Span]]:
-  """Decodes all requests, `concurrent` at a time, and returns the arm."""
+) -> tuple[_report.Arm, list[Span], dict[int, _fates.RunRows]]:
+  """Decodes all requests, `concurrent` at a time.
+
+  Returns:
+    The arm, its spans, and what became of the rows of its runs.
+  """
   outcomes: list[Outcome] = []
   counter = wire.ByteCounter()
   spans: list[Span] = []
+  runs: dict[int, _fates.RunRows] = {}
+  faults: list[tuple[str, str]] = []
   shift_s, num_runs = 0.0, 0
   step = session.settings.concurrent
   for low in range(0, len(requests), step):
@@ -146,9 +160,13 @@ async def run_arm(
       recorded=replayed,
       on_emit=None if printer is None else printer.emit,
     )
+    driver.recording = Recording()
     result = await session.run(driver, batch)
     outcomes += [result.outcomes[i] for i in range(len(batch))]
     counter = counter.merge(result.bytes)
+    for _, stage, cause in result.faults:
+      faults.append((stage, cause))
+      print(f"{name}: {stage} failed ({cause}); its standby took over")
     spans += [
       s._replace(
         start_s=s.start_s + shift_s,
@@ -157,6 +175,8 @@ async def run_arm(
       )
       for s in result.spans
     ]
+    fates = _fates.fates(driver.recording)
+    runs |= {run + num_runs: rows for run, rows in fates.items()}
     num_runs = 1 + max(s.run for s in spans)  # each engine counts from 0
     shift_s = max([shift_s, *(s.end_s for s in spans)])
     if printer is not None:
@@ -166,8 +186,9 @@ async def run_arm(
     world=session.settings.world,
     outcomes=outcomes,
     bytes=counter,
+    faults=faults,
   )
-  return arm, spans
+  return arm, spans, runs
 
 
 async def decode(settings: Decode) -> dict[str, Any]:
@@ -193,7 +214,7 @@ async def decode(settings: Decode) -> dict[str, Any]:
       plain = recorded_plain(settings.plain_from, identity, requests)
       arms.append(plain)
     elif settings.plain:
-      plain, spans["plain"] = await run_arm(
+      plain, spans["plain"], _ = await run_arm(
         session,
         "plain",
         _arms.Speculate(drafter="none", max_nodes=0),
@@ -209,7 +230,7 @@ async def decode(settings: Decode) -> dict[str, Any]:
           "bytes": plain.bytes.as_dict(),
         },
       )
-    speculative, spans["speculative"] = await run_arm(
+    speculative, spans["speculative"], runs = await run_arm(
       session,
       "speculative",
       settings.speculate,
@@ -225,6 +246,7 @@ async def decode(settings: Decode) -> dict[str, Any]:
       directory / "timeline.png",
       title=f"{settings.schedule}, {settings.speculate.drafter}",
       world=settings.world,
+      runs=runs,
     )
     tables = (
       _report.per_prompt_table(arms, [f"{p.category} {p.id}" for p in prompts]),
@@ -244,6 +266,7 @@ async def decode(settings: Decode) -> dict[str, Any]:
         "arms": {
           arm.name: _report.arm_figures(arm, plain)
           | {
+            "faults": arm.faults,
             "outcomes": arm.outcomes,
             "texts": [
               cut(tokenizer.decode(o.tokens), settings.stop)

@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs one stage here: `python -m experiments.serve --cluster F --stage 0`.
 
-Loads only this stage's layers, compiles every row bucket, then listens. Prints
-one line `ready NAME HOST:PORT` when it does. Ends on SIGINT or SIGTERM.
+With `--standby NAME` in place of `--stage` it waits to take the place of the
+stage that this standby of the cluster file is for. Loads only this stage's
+layers, compiles every row bucket, then listens. Prints one line `ready NAME
+HOST:PORT` when it does. Ends on SIGINT or SIGTERM.
 """
 
 import asyncio
@@ -27,23 +29,41 @@ class Serve:
   Attributes:
     cluster: cluster file (TOML).
     stage: index of the stage that runs here.
+    standby: name of the standby that runs here instead.
     warm_slots: cache sizes to compile for before listening; the first slot
       bucket by default.
   """
 
   cluster: pathlib.Path
-  stage: int
+  stage: int | None = None
+  standby: str | None = None
   warm_slots: tuple[int, ...] = ()
 
 
-async def _serve(args: Serve) -> None:
-  cluster = Cluster.from_toml(args.cluster)
+def place(cluster: Cluster, args: Serve) -> tuple[Cluster, int]:
+  """Returns the ring as whoever runs here sees it, and the position there.
+
+  Raises:
+    ValueError: not exactly one of `stage` and `standby` is given, or there is
+      none such.
+  """
+  if (args.stage is None) == (args.standby is None):
+    raise ValueError("give one of --stage and --standby")
+  if args.standby is not None:
+    cluster = cluster.standing_in(args.standby)
+    return cluster, cluster.index(args.standby)
+  assert args.stage is not None
   if not 0 <= args.stage < cluster.num_stages:
     raise ValueError(
       f"--stage {args.stage}: the cluster file has stages 0 to "
       f"{cluster.num_stages - 1}"
     )
-  here = cluster.stages[args.stage]
+  return cluster, args.stage
+
+
+async def _serve(args: Serve) -> None:
+  cluster, index = place(Cluster.from_toml(args.cluster), args)
+  here = cluster.stages[index]
   buckets = cluster.shape.slot_buckets
   for num_slots in args.warm_slots:
     if num_slots not in buckets:
@@ -53,13 +73,13 @@ async def _serve(args: Serve) -> None:
   # What would fail at the end is tried before minutes of loading.
   cluster.tls(here.name)
   await _try_port(here)
-  stage = load_stage(cluster, args.stage)
+  stage = load_stage(cluster, index)
   for num_slots in args.warm_slots or buckets[:1]:
     stage.measure(num_slots=num_slots, repeats=0)
   server = StageServer(
     stage,
     cluster=cluster,
-    index=args.stage,
+    index=index,
     model_hash=models.model_hash(cluster.model),
   )
 
@@ -94,7 +114,7 @@ def main() -> None:
   args = tyro.cli(Serve, description=__doc__)
   logging.basicConfig(
     level=logging.WARNING,
-    format=f"%(asctime)s stage {args.stage}: %(message)s",
+    format=f"%(asctime)s {args.standby or f'stage {args.stage}'}: %(message)s",
   )
   _setup.keep_freed_memory()
   _setup.use_compilation_cache()

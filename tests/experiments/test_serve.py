@@ -115,6 +115,57 @@ def test_a_stage_that_dies_or_freezes_mid_decode_is_named(
   assert asyncio.run(decode(cluster, 8)) == expected
 
 
+@pytest.mark.parametrize(
+  ("how", "stage", "cause"),
+  [(signal.SIGKILL, 0, "connection"), (signal.SIGSTOP, 1, "no answer for")],
+)
+def test_a_standby_takes_over_mid_decode(
+  monkeypatch, tmp_path, how, stage, cause
+):
+  """Processes and a model, T = 0.8: the text is that of an undisturbed ring."""
+  cluster = local_cluster(
+    num_stages=2,
+    model=str(MODEL),
+    dtype="float32",
+    codec="raw:f32",
+    shape=SHAPE,
+    peer_deadline_s=PEER_DEADLINE_S,
+    start_deadline_s=60.0,
+    standbys=(stage,),
+  )
+  monkeypatch.setenv(_setup.CACHE_VARIABLE, str(tmp_path / "cache"))
+  emitted = []
+
+  async def text(on_emit=None):
+    hops = [wire.LinkShaper(delay_s=0.005)] * 3
+    async with SocketRing(
+      cluster,
+      model_hash=models.model_hash(MODEL),
+      hops=hops,
+      recover=True,
+    ) as session:
+      driver = rings.driver_of(shape=SHAPE, on_emit=on_emit)
+      request = rings.request_of(40, temperature=0.8, seed=3)
+      return await session.run(driver, [(0.0, request)])
+
+  def hit(sequence, tokens):
+    del sequence, tokens
+    emitted.append(1)
+    if len(emitted) == 9:
+      os.kill(processes[stage].pid, how)
+
+  with _local.spawn(cluster, tmp_path) as processes:
+    assert len(processes) == 3
+    expected = asyncio.run(text())
+    disturbed = asyncio.run(text(hit))
+  assert expected.faults == []
+  assert len(expected.outcomes[0].tokens) == 40
+  assert disturbed.outcomes[0].tokens == expected.outcomes[0].tokens
+  ((_, name, why),) = disturbed.faults
+  assert name == f"stage-{stage}"
+  assert cause in why
+
+
 def run_main(monkeypatch, *args):
   """Returns the message that `experiments.serve` ends with."""
   monkeypatch.setattr(sys, "argv", ["serve", *map(str, args)])
@@ -136,6 +187,8 @@ def run_main(monkeypatch, *args):
     (str(MODEL), str(MODEL.parent), (), "config.json is missing"),
     ("", "", ("--stage", 2), "--stage 2: the cluster file has stages 0 to 1"),
     ("", "", ("--stage", -1), "--stage -1: the cluster file has stages"),
+    ("", "", ("--stage", 1, "--standby", "a"), "one of --stage and --standby"),
+    ("", "", ("--standby", "a"), "standby 'a': must be one of []"),
     ("", "", ("--warm-slots", 5), "--warm-slots 5: must be one of"),
     ("[ring]", '[ring]\nkeys = "none"', (), "ca.pem: no such certificate"),
   ],
@@ -147,7 +200,7 @@ def test_what_is_wrong_is_said_at_once(
   assert old in text
   path = tmp_path / "cluster.toml"
   path.write_text(text.replace(old, new))
-  if "--stage" not in args:
+  if "--stage" not in args and "--standby" not in args:
     args = ("--stage", 1, *args)
   assert message in run_main(monkeypatch, "--cluster", path, *args)
 

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from wanspec_jax import codecs, models, verify
 from wanspec_jax.rollback import mask_rollback
-from wanspec_jax.worlds._cluster import Cluster, StageHost
+from wanspec_jax.worlds._cluster import Cluster, StageHost, Standby
 from wanspec_jax.worlds._stage import Stage, StageShape
 
 
@@ -31,6 +31,7 @@ def local_cluster(
   codec: str,
   shape: StageShape,
   cuts: Sequence[tuple[int, int]] | None = None,
+  standbys: Sequence[int] = (),
   **settings,
 ) -> Cluster:
   """Returns a cluster of `num_stages` stages on loopback, layers spread evenly.
@@ -42,6 +43,7 @@ def local_cluster(
     codec: of the links between stages.
     shape: compiled sizes.
     cuts: `(first_layer, num_layers)` of each stage, to cut otherwise.
+    standbys: stages, by index, that have a standby each time they are named.
     **settings: further fields of `Cluster`.
   """
   config = models.load_config(model)
@@ -50,13 +52,25 @@ def local_cluster(
       f"stages = {num_stages}: {model} has {config.num_layers} layers"
     )
   cuts = cuts or models.even_cuts(config.num_layers, num_stages)
+  ports = free_ports(num_stages + len(standbys))
   return Cluster(
     stages=tuple(
       StageHost(
         name=f"stage-{i}", host="127.0.0.1", port=port, layers=tuple(cut)
       )
       for i, (port, cut) in enumerate(
-        zip(free_ports(num_stages), cuts, strict=True)
+        zip(ports[:num_stages], cuts, strict=True)
+      )
+    ),
+    standbys=tuple(
+      Standby(
+        name=f"standby-{i}",
+        host="127.0.0.1",
+        port=port,
+        stage=f"stage-{stage}",
+      )
+      for i, (stage, port) in enumerate(
+        zip(standbys, ports[num_stages:], strict=True)
       )
     ),
     model=model,
