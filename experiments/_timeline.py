@@ -169,10 +169,16 @@ def draw_timeline(
     raise ValueError(f"world = {world!r}: must be one of {tuple(_CLOCKS)}")
   extent = begin_s, end_s = window(spans, window_s=window_s)
   names = [name for name in lanes(spans) if not _BACK_LANE.fullmatch(name)]
-  bars = _bars(spans, names, runs)
+  kinds = dict(zip(spans, _fates.sections(spans, runs), strict=True))
+  bars = _bars(kinds, names, extent)
   idle = idle_shares(spans)
   height = 1.5 + 0.34 * len(names)
-  with mpl.rc_context({"svg.hashsalt": "wanspec", "hatch.linewidth": 0.5}):
+  settings = {
+    "svg.hashsalt": "wanspec",
+    "svg.fonttype": "none",  # letters as text, not as outlines: smaller
+    "hatch.linewidth": 0.5,
+  }
+  with mpl.rc_context(settings):
     figure = Figure(
       figsize=(10, 1.6 * height if overview else height), layout="constrained"
     )
@@ -198,7 +204,8 @@ def draw_timeline(
       )
     last = upper
     if lower is not None:
-      _draw(lower, names, bars, _extent(spans))
+      whole = _extent(spans)
+      _draw(lower, names, _bars(kinds, names, whole), whole)
       lower.set_yticks(range(len(names)), names)
       lower.tick_params(labelsize=8)
       lower.tick_params(axis="y", labelsize=5)
@@ -206,7 +213,8 @@ def draw_timeline(
       lower.set_title("whole session, the part above shaded", fontsize=9)
       last = lower
     last.set_xlabel(f"seconds, {_CLOCKS[world]}", fontsize=9)
-    _draw_legend(figure, bars, extent, any(s.lane[:4] == "back" for s in spans))
+    has_cancels = any(_BACK_LANE.fullmatch(span.lane) for span in spans)
+    _draw_legend(figure, bars, has_cancels)
     is_svg = pathlib.Path(path).suffix == ".svg"
     figure.savefig(path, dpi=150, metadata={"Date": None} if is_svg else None)
 
@@ -283,22 +291,23 @@ def _stack(spans: Sequence[Span]) -> list[tuple[Span, int]]:
 
 
 class _Bar(NamedTuple):
-  """Where a span is drawn: its lane, and which part of the lane's height."""
+  """Where a span is drawn."""
 
   span: Span
-  lane: int
   bottom: float
   height: float
   sections: tuple[_fates.Section, ...]
 
 
 def _bars(
-  spans: Sequence[Span],
+  kinds: Mapping[Span, tuple[_fates.Section, ...]],
   names: Sequence[str],
-  runs: Mapping[int, _fates.RunRows] | None,
+  extent: tuple[float, float],
 ) -> list[_Bar]:
-  kinds = dict(zip(spans, _fates.sections(spans, runs), strict=False))
-  rows = _stack(spans)
+  """Returns the bars of what happened between two times."""
+  rows = _stack(
+    [s for s in kinds if s.end_s >= extent[0] and s.start_s <= extent[1]]
+  )
   depth: dict[str, int] = defaultdict(int)
   for span, row in rows:
     depth[span.lane] = max(depth[span.lane], row + 1)
@@ -306,9 +315,9 @@ def _bars(
   bars = []
   for span, row in rows:
     if span.lane in place:
-      i = place[span.lane]
       height = 0.84 / depth[span.lane]
-      bars.append(_Bar(span, i, i - 0.42 + row * height, height, kinds[span]))
+      bottom = place[span.lane] - 0.42 + row * height
+      bars.append(_Bar(span, bottom, height, kinds[span]))
   return bars
 
 
@@ -320,21 +329,16 @@ def _draw(
   *,
   detailed: bool = False,
 ) -> None:
-  """Draws the bars that can be seen, those of one kind as one path."""
+  """Draws bars, cut at the window's ends; those of one kind as one path."""
   from matplotlib.patches import PathPatch
   from matplotlib.path import Path
 
   begin_s, end_s = extent
-  seen = [
-    bar
-    for bar in bars
-    if bar.span.end_s >= begin_s and bar.span.start_s <= end_s
-  ]
   for i in range(len(names)):
     axes.axhspan(i - 0.42, i + 0.42, color=_IDLE, linewidth=0, zorder=0)
   boxes: dict[tuple[str, bool], list[Any]] = defaultdict(list)
   marks = []
-  for bar in seen:
+  for bar in bars:
     left = max(bar.span.start_s, begin_s)
     right = min(bar.span.start_s + _duration_s(bar.span), end_s)
     total = sum(section.count for section in bar.sections)
@@ -345,11 +349,10 @@ def _draw(
         [(left, low), (right, low), (right, high), (left, high)]
       )
       low = high
-    if bar.span.start_s == bar.span.end_s:
+    if right <= left and bar.sections[-1].kind == _fates.CANCELLED:
       marks.append((left, bar.bottom + bar.height / 2))
-    if (
-      detailed and bar.span.run >= 0 and right - left > 0.03 * (end_s - begin_s)
-    ):
+    has_room = right - left > 0.03 * (end_s - begin_s) and bar.height > 0.25
+    if detailed and bar.span.run >= 0 and has_room:
       axes.text(
         *((left + right) / 2, bar.bottom + bar.height / 2, str(bar.span.run)),
         ha="center",
@@ -403,22 +406,12 @@ def _draw_cancels(
     )
 
 
-def _draw_legend(
-  figure: Any,
-  bars: Sequence[_Bar],
-  extent: tuple[float, float],
-  has_cancels: bool,
-) -> None:
+def _draw_legend(figure: Any, bars: Sequence[_Bar], has_cancels: bool) -> None:
   """Explains what the window shows."""
   from matplotlib.lines import Line2D
   from matplotlib.patches import Patch
 
-  seen = {
-    section
-    for bar in bars
-    if bar.span.end_s >= extent[0] and bar.span.start_s <= extent[1]
-    for section in bar.sections
-  }
+  seen = {section for bar in bars for section in bar.sections}
   kinds = {section.kind for section in seen}
   handles: list[Any] = [
     Patch(facecolor=colour, edgecolor=_EDGE, linewidth=0.2, label=label)
@@ -427,7 +420,7 @@ def _draw_legend(
   ]
   if any(section.is_hedge for section in seen):
     handles.append(
-      Patch(facecolor="white", edgecolor=_EDGE, hatch=_HATCH, label="a hedge")
+      Patch(facecolor="white", edgecolor=_EDGE, hatch=_HATCH, label="hedge")
     )
   handles.append(Patch(facecolor=_IDLE, label="idle"))
   if has_cancels:

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The coordinator's tree against sets of token paths."""
 
+import math
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -159,3 +161,17 @@ def test_a_log_probability_that_is_no_number_is_refused():
   spec = start(0, (1,), 9)
   with pytest.raises(ValueError, match=r"drafter: .*log_q.*nan"):
     add_nodes(spec, (Anchor(spec.root),), _nodes([2], [0], [float("nan")]))
+
+
+def test_a_newer_draft_displaces_what_it_no_longer_names():
+  """What an older draft held likely gets what the newer one leaves."""
+  spec = start(0, (5,), 100)
+  anchors = (spec.anchor(spec.root),)
+  add_nodes(spec, anchors, _nodes([1, 2], [0, 0], np.log([0.8, 0.1]).tolist()))
+  one, two = (spec.children[spec.root, token] for token in (1, 2))
+  below = add_child(spec, one, 4, math.log(0.5))
+  add_nodes(spec, anchors, _nodes([3, 2], [0, 0], np.log([0.7, 0.2]).tolist()))
+  three = spec.children[spec.root, 3]
+  chances = [spec.probability(i) for i in (three, two, one, below.id)]
+  np.testing.assert_allclose(chances, [0.7, 0.2, 0.1, 0.05], atol=1e-6)
+  assert spec.launchable() == [three, two, one, below.id]

@@ -101,6 +101,10 @@ def test_a_ring_is_timed_in_its_laps():
           assert 2e-3 * bucket <= seconds < 1.5 * 2e-3 * bucket + 0.01
         with pytest.raises(ValueError, match="repeats at least 2"):
           await ring.spacing(num_slots=64, repeats=1)
-        assert await rings.decode(ring) == rings.TEXT[3:13], "still usable"
+        result = await ring.run(
+          rings.driver_of(), [(0.0, rings.request_of(10))]
+        )
+        assert tuple(result.outcomes[0].tokens) == rings.TEXT[3:13]
+        assert min(s.start_s for s in result.spans) >= 0, "none of before"
 
   rings.run(main)

@@ -6,19 +6,21 @@ nearest launched ancestor b comes back, and the tail has its logits at
 
   A0(v) = A(b) + return + lap
 
-with A(b) the time at which the tail has those of b. Launched now it is there at
-A(v). If the text leaves the drafted tree behind v, the next token of the text
-is known A0(v) − A(v) sooner, and with it everything after; if the text goes on
-to a child, it is that child's time which counts. So with P(v) the calibrated
-probability that the text passes v, a set S of launches saves
+with A(b) the time at which the tail has those of b, and later by what each
+node between b and v takes of the busiest link or stage. Launched now it is
+there at A(v). If the text leaves the drafted tree behind v, the next token of
+the text is known A0(v) − A(v) sooner, and with it everything after; if the text
+goes on to a child, it is that child's time which counts. So with P(v) the
+calibrated probability that the text passes v, a set S of launches saves
 
   Σ_{v ∈ S} P(v) (1 − Σ_c p(c | v)) (A0(v) − A(v))
 
 seconds, the sum over the drafted children of v. Against this stands what a run
 delays: the nodes that travel with it, since A grows with the rows of a run, and
 the next canonical run, which cannot overtake it, should a verdict come which
-kills it. Both follow from the ring's costs and the verdicts that are due, so
-seconds are weighed against seconds, and no price of time is needed.
+kills it; a verdict about to come may be worth waiting for (`_better_later`).
+Both follow from the ring's costs and the verdicts that are due, so seconds are
+weighed against seconds, and no price of time is needed.
 
 So whenever the pipe could take a run without queueing, the policy lays out the
 unlaunched nodes, likeliest first, in consecutive runs of one size, for several
@@ -33,7 +35,7 @@ import math
 from typing import NamedTuple
 
 from wanspec_jax.schedules._pipe import Pipe
-from wanspec_jax.schedules._speculation import Node, Speculation
+from wanspec_jax.schedules._speculation import Flight, Node, Speculation
 from wanspec_jax.schedules._state import Answer, Grow, Hold, Policy, Send
 
 
@@ -43,8 +45,8 @@ class Pricing:
 
   Attributes:
     pool: unlaunched nodes that a plan considers, and a draft's budget.
-    ahead: unlaunched nodes that are kept ready, each of them likelier than what
-      any leaf could grow.
+    ahead: unlaunched nodes that are kept ready; of a costly drafter only if
+      they are likelier than what any leaf could grow.
     min_probability: nodes less likely than this are neither grown nor sent.
     draft_width: nodes that one forward pass of a costly drafter extends.
     slack: share of a run's occupancy that it may queue.
@@ -85,15 +87,24 @@ def _growth(
 ) -> Grow | None:
   """Returns what to ask the drafter for, if more nodes could be of use.
 
-  A leaf grows if its children, at the rate of hits, would be among the `ahead`
-  best of what is ready to be launched. Where drafts cost next to nothing, what
-  is still unlaunched is drafted afresh after each verdict: the further ahead of
+  Where drafts cost time a leaf grows if its children, at the rate of hits,
+  would be among the `ahead` best of what is ready to be launched; elsewhere the
+  best leaves grow whenever less than that is ready. There, what is still
+  unlaunched is drafted afresh after each verdict as well: the further ahead of
   the committed text a token was drafted, the less it is worth.
   """
   if spec.remaining <= 1:
     return None
   is_costly = pipe.costs.draft.per_level_s > 0
   is_stale = not is_costly and spec.drafted_root != spec.root
+  ahead = limits.ahead
+  if is_costly and spec.flights:
+    # Just in time: two runs of what the pipe has been taking, or a forward
+    # pass of the drafter.
+    rows = len(spec.flights[-1].ids)
+    ahead = min(ahead, max(limits.draft_width, 2 * rows))
+  if not is_costly and not is_stale and len(spec.unlaunched()) >= ahead:
+    return None
   nodes, below = spec.nodes, spec.below
   root = nodes[spec.root]
   base = root.path_log_p
@@ -104,25 +115,17 @@ def _growth(
   soonest_s = pipe.tail_s(1, time_s)
   lap_s = pipe.costs.lap_s(1)
   least = 0.0
-  if not is_stale:
-    ahead = limits.ahead
-    if is_costly and spec.flights:
-      # Just in time: two runs of what the pipe has been taking.
-      ahead = min(ahead, max(2, 2 * len(spec.flights[-1].ids)))
-    if len(waiting) >= ahead and not is_costly:
-      return None
-    if len(waiting) >= ahead:
-      ready = sorted(
-        (
-          math.exp(node.path_log_p - base)
-          * max(0.0, latest[node.id] - soonest_s)
-          for node in waiting
-          if node.path_log_p >= floor
-        ),
-        reverse=True,
-      )
-      if len(ready) >= ahead:
-        least = ready[ahead - 1] / max(pipe.hit_rate, 0.05)
+  if is_costly and len(waiting) >= ahead:
+    ready = sorted(
+      (
+        math.exp(node.path_log_p - base) * max(0.0, latest[node.id] - soonest_s)
+        for node in waiting
+        if node.path_log_p >= floor
+      ),
+      reverse=True,
+    )
+    if len(ready) >= ahead:
+      least = ready[ahead - 1] / max(pipe.hit_rate, 0.05)
   leaves = []
   for node in nodes.values():
     if node.path_log_p < floor or node.position >= deepest:
@@ -154,6 +157,11 @@ def _growth(
     budget, levels = min(limits.pool, pipe.costs.max_rows), None
   else:
     budget, levels = 4 * len(anchors), 1
+  if is_costly:  # as many as cost no more than their level
+    budget = min(limits.pool, pipe.costs.max_rows)
+    if node_s := pipe.costs.draft.per_node_s:
+      most = int(pipe.costs.draft.per_level_s / node_s)
+      budget = min(budget, max(4 * len(anchors), most))
   return Grow(tuple(spec.anchor(a) for a in anchors), budget, levels)
 
 
@@ -245,8 +253,7 @@ def _ranked(
 ) -> list[_Candidate]:
   """Returns what could be launched, by chance times what launching it saves.
 
-  A child has its parent's deadline and no better chance, so it never comes
-  before its parent.
+  A child has no better chance than its parent, so it never comes before it.
   """
   root = spec.nodes[spec.root]
   floor = math.log(limits.min_probability) + root.path_log_p
@@ -291,16 +298,16 @@ def _best_run(
   With the root unlaunched there is always a run, be it of the root alone.
   """
   candidates = _ranked(spec, pipe, time_s, limits)
-  misses = _misses(spec, pipe, time_s)
   with_root = not spec.root_launched
   best_saving, best_size = 0.0, 0
   for size in _sizes(min(len(candidates), spec.max_new_nodes) + with_root):
-    saving = _saving_of_plan(candidates, size, spec, pipe, time_s, misses)
-    if not with_root and _better_later(
-      candidates[:size], spec, pipe, time_s, misses
+    saving = _saving_of_plan(candidates, size, spec, pipe, time_s)
+    if saving < best_saving / 2:
+      break  # it has a maximum, and from there it falls
+    # Of two that save about the same, the smaller run's verdict comes sooner.
+    if saving > best_saving * 1.001 and (
+      with_root or not _better_later(candidates[:size], spec, pipe, time_s)
     ):
-      continue
-    if saving > best_saving * 1.001:  # a smaller run's verdict comes sooner
       best_saving, best_size = saving, size
   if best_size or with_root:
     count = max(0, best_size - with_root)
@@ -308,12 +315,43 @@ def _best_run(
   return None
 
 
-def _better_later(
-  run: list[_Candidate],
+def _saving_of_plan(
+  candidates: list[_Candidate],
+  size: int,
   spec: Speculation,
   pipe: Pipe,
   time_s: float,
-  misses: list[tuple[float, float]],
+) -> float:
+  """Returns the seconds that runs of `size` rows save, the first launched now
+  (the root among them if it is due) and each of the others once the busiest
+  link or stage is free, as far as they save more than they hold up others."""
+  with_root = not spec.root_launched
+  tail_s = pipe.tail_s(size, time_s)
+  space_s = pipe.costs.occupancy_s(size)
+  saving = 0.0
+  if with_root:  # the root waits for the rows that travel with it
+    leaves = _leaves_at(spec, pipe, spec.root)
+    saving -= leaves * (tail_s - pipe.tail_s(1, time_s))
+  # Each run holds up the others under way, of all sequences.
+  burden_s = pipe.crowding_s * max(1, pipe.num_sequences)
+  of_run, at = 0.0, 0
+  for i, (_, last, latest_s) in enumerate(candidates):
+    run = (i + with_root) // size
+    if run > at:
+      if of_run <= burden_s and not (with_root and at == 0):
+        break  # neither this one nor what is less likely
+      saving += of_run - burden_s * (at > 0 or not with_root)
+      of_run, at = 0.0, run
+    sooner_s = latest_s - tail_s - run * space_s
+    if sooner_s > 0:
+      of_run += last * sooner_s
+  if of_run > burden_s or (with_root and at == 0):
+    saving += of_run - burden_s * (at > 0 or not with_root)
+  return saving
+
+
+def _better_later(
+  run: list[_Candidate], spec: Speculation, pipe: Pipe, time_s: float
 ) -> bool:
   """Whether a run should wait for a verdict that is about to come.
 
@@ -325,74 +363,34 @@ def _better_later(
 
   summed over the verdicts due until then.
   """
-  rows = len(run)
+  costs = pipe.costs
   clear_s = max(
-    time_s + pipe.costs.occupancy_s(rows),
-    pipe.tail_s(rows, time_s) - pipe.costs.tail_s(1),
+    time_s + costs.occupancy_s(len(run)),
+    pipe.tail_s(len(run), time_s) - costs.tail_s(1),
   )
-  ids = {c.id for c in run}
+  ids = {candidate.id for candidate in run}
   chance = sum(
-    spec.probability(c.id) for c in run if spec.nodes[c.id].parent not in ids
+    spec.probability(node) for node in ids if spec.nodes[node].parent not in ids
   )
   saved_s = 0.0
-  for due_s, miss in misses:
-    saved_s += miss * max(0.0, clear_s - due_s)
-    if saved_s > chance * max(0.0, due_s - time_s):
+  for flight in spec.flights:
+    if flight.return_s >= clear_s:
+      break
+    saved_s += _miss(spec, flight) * (clear_s - flight.return_s)
+    if saved_s > chance * max(0.0, flight.return_s - time_s):
       return True
   return False
 
 
-def _saving_of_plan(
-  candidates: list[_Candidate],
-  size: int,
-  spec: Speculation,
-  pipe: Pipe,
-  time_s: float,
-  misses: list[tuple[float, float]],
-) -> float:
-  """Returns the seconds that runs of `size` rows save, the first launched now
-  (the root among them if it is due) and each of the others once the busiest
-  link or stage is free."""
-  costs = pipe.costs
-  with_root = not spec.root_launched
-  tail_s = pipe.tail_s(size, time_s)
-  space_s = costs.occupancy_s(size)
-  saving = 0.0
-  if with_root:  # the root waits for the rows that travel with it
-    leaves = _leaves_at(spec, pipe, spec.root)
-    saving -= leaves * (tail_s - pipe.tail_s(1, time_s))
-  for i, (_, last, latest_s) in enumerate(candidates):
-    run = (i + with_root) // size
-    saving += last * max(0.0, latest_s - tail_s - run * space_s)
-  return saving
-
-
-def _misses(
-  spec: Speculation, pipe: Pipe, time_s: float
-) -> list[tuple[float, float]]:
-  """Returns, per run in flight that is due before the largest run launched now
-  would let another one pass, when it is due and the probability that the text
-  leaves the launched tree there."""
-  nodes = spec.nodes
-  base = nodes[spec.root].path_log_p
-  rows = pipe.costs.max_rows
-  until_s = max(
-    time_s + pipe.costs.occupancy_s(rows),
-    pipe.tail_s(rows, time_s) - pipe.costs.tail_s(1),
-  )
-  dues = []
-  for flight in spec.flights:
-    if flight.return_s >= until_s:
-      break
-    miss = 0.0
-    for node_id in flight.ids:
-      node = nodes.get(node_id)
-      if node is None:
-        continue
-      leaves = 1.0
-      for child in spec.below.get(node_id, ()):
-        if nodes[child].run is not None:
-          leaves -= math.exp(nodes[child].log_p)
-      miss += math.exp(node.path_log_p - base) * max(0.0, leaves)
-    dues.append((flight.return_s, miss))
-  return dues
+def _miss(spec: Speculation, flight: Flight) -> float:
+  """Returns the probability that the text leaves the launched tree there."""
+  miss = 0.0
+  for node_id in flight.ids:
+    if node_id in spec.nodes:
+      stays = sum(
+        math.exp(spec.nodes[child].log_p)
+        for child in spec.below.get(node_id, ())
+        if spec.nodes[child].run is not None
+      )
+      miss += spec.probability(node_id) * max(0.0, 1 - stays)
+  return miss

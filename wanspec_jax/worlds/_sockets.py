@@ -13,6 +13,7 @@ from typing import Any, Self
 
 from wanspec_jax import schedules as sch
 from wanspec_jax import wire
+from wanspec_jax.messages import Run
 from wanspec_jax.wire import Kind
 from wanspec_jax.worlds import _protocol as proto
 from wanspec_jax.worlds._calibrate import calibration_laps, stage_seconds
@@ -48,6 +49,7 @@ class SocketRing:
     recover: likewise.
     first_run: id on the wire of the next run's first run. Ids grow through a
       session, so that what is left of an earlier run is known by them.
+    first_epoch: likewise, of its epochs.
     drafter_thread: where drafters think.
     is_dirty: whether the call in progress has set something in motion.
 
@@ -78,6 +80,7 @@ class SocketRing:
     self.lap_deadline_s = lap_deadline_s
     self.recover = recover
     self.first_run = 0
+    self.first_epoch = 0
     self._client_ssl, _ = cluster.tls(proto.COORDINATOR)
     self._counted: dict[str, dict[str, int]] = {}
     self._lost_bytes = wire.ByteCounter()
@@ -123,43 +126,39 @@ class SocketRing:
     infos = self._joined.infos
     self.num_traces = {i: info["traces"] for i, info in enumerate(infos)}
 
-  async def replace(self, fault: SessionFault) -> None:
+  async def replace(self, fault: SessionFault) -> list[SessionFault]:
     """Opens a new session with a standby in the place of whoever failed.
 
     The others leave the old one meanwhile, and are asked until they are free.
+    A member that is busy has not failed, and nobody takes its place.
+
+    Returns:
+      What was survived: the fault given, and what failed on the way.
 
     Raises:
-      SessionFault: the one given, if it may not be survived or no standby is
-        left; or what the new session fails of.
+      SessionFault: the one given, with what failed on the way, if it may not be
+        survived or no standby is left.
     """
-    until_s = 0.0
-    cause: SessionFault | None = None
+    survived: list[SessionFault] = []
+    until_s = self._free_by_s()
     while True:
-      if not self.recover:
-        raise fault
-      if until_s and proto.BUSY in fault.cause and time.monotonic() < until_s:
+      is_busy = proto.BUSY in fault.cause
+      spare = None
+      if not is_busy:
+        self._failed.add(fault.stage)
+        spare = self.cluster.spare(fault.stage, self._failed)
+      if not self.recover or (
+        time.monotonic() > until_s if is_busy else spare is None
+      ):
+        raise proto.first_of([*survived, fault])
+      if spare is None:
         await asyncio.sleep(_RETRY_S)
       else:
-        self._failed.add(fault.stage)
-        spare = next(
-          (
-            standby.name
-            for standby in self.cluster.standbys
-            if standby.stage == fault.stage and standby.name not in self._failed
-          ),
-          None,
-        )
-        if spare is None:
-          if cause is None:
-            raise fault
-          raise fault from cause
         _LOG.warning("%s; %s takes its place", fault, spare)
         self.cluster = self.cluster.standing_in(spare)
-        cause = fault
-        until_s = time.monotonic() + (
-          2 * self.cluster.peer_deadline_s + 3 * proto.SETTLE_S
-        )
-      await self._leave(cause)
+        survived.append(fault)
+        until_s = self._free_by_s()
+      await self._leave(survived[0] if survived else None)
       self._joined = self._new(self.cluster)
       try:
         await self._joined.open()
@@ -167,7 +166,12 @@ class SocketRing:
         fault = again
       else:
         self._note_infos()
-        return
+        return survived
+
+  def _free_by_s(self) -> float:
+    """Returns by when all members have noticed that a session is over."""
+    deadline_s = self.cluster.peer_deadline_s
+    return time.monotonic() + 2 * deadline_s + 3 * proto.SETTLE_S
 
   async def _leave(self, fault: SessionFault | None) -> None:
     """Leaves a broken session; what it brought and nobody heard is void."""
@@ -234,16 +238,8 @@ class SocketRing:
       source, frame = await self._take(deadline_s, "no measurement")
       if frame.kind != Kind.CONTROL:
         raise proto.fault_of(frame, source.peer)
-      seconds = proto.read_control(frame, source.peer).get("seconds")
       shape = (self.cluster.num_stages, len(self.cluster.shape.row_buckets))
-      if not (
-        isinstance(seconds, list)
-        and len(seconds) == shape[0]
-        and all(isinstance(s, list) and len(s) == shape[1] for s in seconds)
-        and all(isinstance(x, float) and x >= 0 for s in seconds for x in s)
-      ):
-        raise SessionFault(source.peer, f"sent times that are not {shape}")
-      return seconds
+      return proto.read_seconds(frame, source.peer, shape)
 
   async def profile(self, *, num_slots: int, repeats: int) -> list[list[float]]:
     """Returns `[P][row buckets]` seconds of stages in laps of one run.
@@ -266,9 +262,7 @@ class SocketRing:
     with self._use():
       first = self.first_run
       for lap in laps:
-        data = wire.encode_run(
-          dataclasses.replace(lap.run, run_id=first + lap.run.run_id)
-        )
+        data = self._encode(lap.run, first)
         start_s = time.monotonic()
         arrival_s = await self.launch(data)
         source, frame = await self._take(self.lap_deadline_s, "no verdict")
@@ -317,10 +311,7 @@ class SocketRing:
       for bucket, group in itertools.groupby(laps, lambda lap: lap.bucket):
         runs = [lap.run for lap in group]
         for run in runs:
-          run_id = first + run.run_id
-          await self.launch(
-            wire.encode_run(dataclasses.replace(run, run_id=run_id))
-          )
+          await self.launch(self._encode(run, first))
         back_s = []
         for _ in runs:
           source, frame = await self._take(self.lap_deadline_s, "no verdict")
@@ -330,7 +321,16 @@ class SocketRing:
           self.first_run += 1
         if bucket is not None:
           found[bucket] = (back_s[-1] - back_s[0]) / (len(runs) - 1)
+      await self._collect()  # these spans and bytes are no session's
     return [found[bucket] for bucket in shape.row_buckets]
+
+  def _encode(self, run: Run, first: int) -> bytes:
+    """Returns the frame of a calibration's run."""
+    return wire.encode_run(
+      dataclasses.replace(
+        run, run_id=first + run.run_id, epoch=self.first_epoch
+      )
+    )
 
   def _check_profile(
     self, name: str, num_slots: int, repeats: int, least: int
@@ -370,12 +370,13 @@ class SocketRing:
         await stop(job.tasks)
         self._forget_answers()
         self.first_run = job.first_run + driver.engine.next_run
-      try:
-        remote, counter = await self._collect()
-      except SessionFault as fault:  # the texts are all there
-        await self.replace(fault)
-        job.note_fault(fault)
-        remote, counter = await self._collect()
+        self.first_epoch = job.first_epoch + driver.engine.epoch
+      while True:
+        try:
+          remote, counter = await self._collect()
+          break
+        except SessionFault as fault:  # the texts are all there
+          await job.survive(fault)
     spans = job.spans + [
       Span(
         lane,
