@@ -8,7 +8,7 @@ import pathlib
 import re
 import ssl
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, Self
 
 from wanspec_jax import codecs, wire
@@ -225,6 +225,13 @@ class Cluster:
         for standby in self.standbys
       ),
     )
+
+  def spare(self, stage: str, failed: Collection[str]) -> str | None:
+    """Returns the first standby of a stage that is not among the failed."""
+    for standby in self.standbys:
+      if standby.stage == stage and standby.name not in failed:
+        return standby.name
+    return None
 
   def arranged(self, names: Sequence[str]) -> Self:
     """Returns the ring of these members, first to last.

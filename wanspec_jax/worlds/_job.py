@@ -29,6 +29,7 @@ class Job:
   Attributes:
     start_s: when it began, on `time.monotonic`.
     first_run: id on the wire of the engine's run 0.
+    first_epoch: likewise, of its epoch 0.
     spans: of the drafter and the coordinator's hops, counted from then.
     faults: `(time_s, stage, cause)` of each that was survived.
     tasks: what goes on beside it; whoever runs it stops them.
@@ -43,6 +44,7 @@ class Job:
   ):
     self.start_s = time.monotonic()
     self.first_run = ring.first_run
+    self.first_epoch = ring.first_epoch
     self.spans: list[Span] = []
     self.faults: list[tuple[float, str, str]] = []
     self.tasks: set[asyncio.Task[None]] = set()
@@ -59,6 +61,7 @@ class Job:
     self._draft_due_s = 0.0
     self._kept: collections.deque[tuple[Any, Any, Any]] = collections.deque()
     self._submitted = 0
+    self._is_broken = False  # a new session stands, and nothing is in it
 
   async def run(self) -> None:
     """Goes on until every request has ended and every run is back."""
@@ -69,13 +72,14 @@ class Job:
       or self._in_flight
     ):
       try:
-        if self._kept:
-          event = self._kept.popleft()
+        if self._is_broken:
+          await self._rebuild()
+        elif self._kept:
+          await self._handle(*self._kept.popleft())
         else:
-          event = await self._next_event()
-        await self._handle(*event)
+          await self._handle(*await self._next_event())
       except SessionFault as fault:
-        await self._recover(fault)
+        await self.survive(fault)
 
   async def _handle(self, what: Any, source: Any, detail: Any) -> None:
     match what:
@@ -135,16 +139,17 @@ class Job:
     loop = asyncio.get_running_loop()
     async with self._drafter:
       begin_s = self._now_s()
+      cost_s = 0.0
       try:
         answer = await loop.run_in_executor(
           self._ring.drafter_thread, self._driver.draft, action, 0.0
         )
+        if self._costs is not None:
+          cost_s = self._costs.seconds(*draft_size(answer))
       except Exception as error:
         self._ring.post("failed", None, error)
         return
-      if self._costs is not None:
-        cost_s = self._costs.seconds(*draft_size(answer))
-        await wire.sleep_until(self.start_s + begin_s + cost_s)
+      await wire.sleep_until(self.start_s + begin_s + cost_s)
     name = f"{len(answer.nodes.tokens)} nodes"
     self.spans.append(Span("drafter", name, begin_s, self._now_s(), -1))
     self._ring.post("drafted", None, answer)
@@ -168,9 +173,12 @@ class Job:
       await self._launch(run)
     hop = f"back {self._ring.cluster.num_stages}"
     for cancel in work.cancels:
-      before_run = self.first_run + cancel.before_run
       data = wire.encode_cancel(
-        dataclasses.replace(cancel, before_run=before_run)
+        dataclasses.replace(
+          cancel,
+          before_run=self.first_run + cancel.before_run,
+          epoch=self.first_epoch + cancel.epoch,
+        )
       )
       handed_s = self._now_s()
       arrival_s = await self._ring.cancel(data) - self.start_s
@@ -178,7 +186,11 @@ class Job:
 
   async def _launch(self, run: Run) -> None:
     run_id = self.first_run + run.run_id
-    data = wire.encode_run(dataclasses.replace(run, run_id=run_id))
+    data = wire.encode_run(
+      dataclasses.replace(
+        run, run_id=run_id, epoch=self.first_epoch + run.epoch
+      )
+    )
     handed_s = self._now_s()
     arrival_s = await self._ring.launch(data) - self.start_s
     if not self._in_flight:
@@ -198,20 +210,24 @@ class Job:
 
   # Faults. -------------------------------------------------------------------
 
-  def note_fault(self, fault: SessionFault) -> None:
-    """Lists a fault that is being survived."""
-    self.faults.append((self._now_s(), fault.stage, fault.cause))
+  async def survive(self, fault: SessionFault) -> None:
+    """Goes on in a new session; what was in flight is lost.
 
-  async def _recover(self, fault: SessionFault) -> None:
-    """Goes on in a new session, if the fault may be survived.
-
-    What was in flight is lost. Drafts under way are waited for, since they hold
-    the drafter's states, and are of no use.
+    Raises:
+      SessionFault: if it may not be survived.
     """
-    noted = (self._now_s(), fault.stage, fault.cause)
-    await self._ring.replace(fault)
-    self.faults.append(noted)
+    noted_s = self._now_s()
+    survived = await self._ring.replace(fault)
+    self.faults += [(noted_s, each.stage, each.cause) for each in survived]
     self._in_flight.clear()
+    self._is_broken = True
+
+  async def _rebuild(self) -> None:
+    """Has the engine start anew from what is committed.
+
+    Drafts under way are waited for, since they hold the drafter's states, and
+    are of no use.
+    """
     self._wait_for_draft()
     while self._num_drafts:
       what, source, detail = await self._next_event()
@@ -222,6 +238,7 @@ class Job:
         raise detail
       else:
         self._kept.append((what, source, detail))
+    self._is_broken = False  # before anything is sent: that may fail as well
     await self._hear(sch.Faulted(time_s=self._now_s()))
 
   # What comes back. ----------------------------------------------------------
@@ -236,21 +253,18 @@ class Job:
     except wire.FrameError as error:
       raise SessionFault(source.peer, f"sent a bad verdict: {error}") from error
     engine = self._driver.engine
+    epoch = self.first_epoch + engine.epoch
     due = self.first_run + engine.next_run  # what is launched next
     if self._in_flight:
       due = self._in_flight[0][0]
-    if returned.epoch < engine.epoch or returned.run_id < due:
+    if returned.epoch < epoch or returned.run_id < due:
       return  # it came twice, or belongs to an epoch that is over
-    if (
-      returned.run_id != due
-      or returned.epoch > engine.epoch
-      or not (self._in_flight)
-    ):
+    if returned.run_id != due or returned.epoch > epoch or not self._in_flight:
       raise SessionFault(
         source.peer,
         f"returned run {returned.run_id} of epoch {returned.epoch}, run "
         f"{self._in_flight[0][0] if self._in_flight else None} of epoch "
-        f"{engine.epoch} was due",
+        f"{epoch} was due",
       )
     _, carried = self._in_flight.popleft()
     self._wait_for_run()
@@ -262,7 +276,7 @@ class Job:
         f"which run {returned.run_id} does not carry",
       )
     returned = dataclasses.replace(
-      returned, run_id=returned.run_id - self.first_run
+      returned, run_id=returned.run_id - self.first_run, epoch=engine.epoch
     )
     self._check_verdicts(returned, carried)
     await self._hear(sch.Arrived(time_s=self._now_s(), returned=returned))

@@ -8,7 +8,7 @@ reader here names whoever sent what it refuses.
 import asyncio
 import math
 import reprlib
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, NamedTuple
 
 from wanspec_jax import wire
@@ -88,6 +88,17 @@ def as_fault(error: BaseException, name: str) -> SessionFault:
     case wire.WireError():
       return SessionFault(name, str(error).removeprefix(f"{name}: "))
   return SessionFault(name, f"{type(error).__name__}: {error}")
+
+
+def first_of(faults: Sequence[SessionFault]) -> SessionFault:
+  """Returns the first fault, which says what came of it."""
+  first, *others = faults
+  if not others:
+    return first
+  words = [first.cause, *map(str, others)]
+  told = SessionFault(first.stage, "; then ".join(words))
+  told.__cause__ = others[-1]
+  return told
 
 
 def is_goodbye(error: BaseException) -> bool:
@@ -216,6 +227,30 @@ async def await_ready(
           await relay(waiting_frame(awaited))
   except TimeoutError:
     raise SessionFault(awaited, f"not ready within {deadline_s:g} s") from None
+
+
+def read_seconds(
+  frame: wire.Frame, sender: str, shape: tuple[int, int]
+) -> list[list[float]]:
+  """Returns the times that a measurement brought, one list per stage.
+
+  Args:
+    frame: a CONTROL.
+    sender: whom to blame for what is refused.
+    shape: stages and times of each.
+
+  Raises:
+    SessionFault: if they are anything else.
+  """
+  seconds = read_control(frame, sender).get("seconds")
+  if not (
+    isinstance(seconds, list)
+    and len(seconds) == shape[0]
+    and all(isinstance(s, list) and len(s) == shape[1] for s in seconds)
+    and all(isinstance(x, float) and x >= 0 for s in seconds for x in s)
+  ):
+    raise SessionFault(sender, f"sent times that are not {shape}")
+  return seconds
 
 
 def waiting_frame(stage: str) -> bytes:

@@ -422,7 +422,8 @@ class Session:
   async def _cancel(self, frame: wire.Frame, source: wire.Channel) -> None:
     """Notes dead nodes for the runs not begun yet, and tells the stage before.
 
-    Only an economy: what would take too much memory is forgotten.
+    Only an economy: what would take too much memory is forgotten. What comes
+    too late is not even noted: the next text may bear the same ids.
     """
     try:
       cancel = wire.decode_cancel(frame.body)
@@ -430,6 +431,8 @@ class Session:
       raise SessionFault(
         self._me, f"refused a cancel of {source.peer}: {error}"
       ) from error
+    if False and cancel.before_run <= self._next_run:
+      return  # too late here, so for those before as well
     count = sum(len(ids) for _, ids in cancel.nodes)
     if self._num_cancelled + count <= _MAX_CANCELLED:
       self._num_cancelled += count
