@@ -115,15 +115,21 @@ class Session:
 
 @contextlib.asynccontextmanager
 async def open_session(
-  settings: Decode, directory: pathlib.Path, *, max_length: int
+  settings: Decode,
+  directory: pathlib.Path,
+  *,
+  max_length: int,
+  profile_length: int | None = None,
 ):
   """Brings a ring up, profiles it, and yields a `Session`.
 
   Args:
     settings: what ring.
     directory: gets the cluster file, logs and the profile.
-    max_length: longest prompt plus budget; decides which cache sizes are
-      compiled beforehand.
+    max_length: longest prompt plus budget of all that are decoded at once;
+      decides which cache sizes are compiled beforehand.
+    profile_length: length whose cache size stages are timed at, over sockets;
+      `max_length` by default.
   """
   say = rich.console.Console(stderr=True, highlight=False).print
   async with contextlib.AsyncExitStack() as stack:
@@ -168,10 +174,9 @@ async def open_session(
       await ring.measure(num_slots=num_slots, repeats=0)
     profile = read_profile(settings)
     if profile is None:
-      seconds = await ring.profile(num_slots=sizes[-1], repeats=_PROFILE_LAPS)
-      spacing_s = await ring.spacing(
-        num_slots=sizes[-1], repeats=_PROFILE_STREAM
-      )
+      timed = sizes_needed(shape, (profile_length or max_length) + spare)[-1]
+      seconds = await ring.profile(num_slots=timed, repeats=_PROFILE_LAPS)
+      spacing_s = await ring.spacing(num_slots=timed, repeats=_PROFILE_STREAM)
       profile = _arms.profile_of(cluster, seconds, spacing_s)
     say(f"compiled and profiled in {time.monotonic() - started_s:.1f} s")
     (directory / "profile.json").write_text(profile.to_json())

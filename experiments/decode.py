@@ -164,9 +164,6 @@ async def run_arm(
     result = await session.run(driver, batch)
     outcomes += [result.outcomes[i] for i in range(len(batch))]
     counter = counter.merge(result.bytes)
-    for _, stage, cause in result.faults:
-      faults.append((stage, cause))
-      print(f"{name}: {stage} failed ({cause}); its standby took over")
     spans += [
       s._replace(
         start_s=s.start_s + shift_s,
@@ -181,6 +178,9 @@ async def run_arm(
     shift_s = max([shift_s, *(s.end_s for s in spans)])
     if printer is not None:
       printer.end()
+    for _, stage, cause in result.faults:
+      faults.append((stage, cause))
+      print(f"{name}: {stage} failed ({cause}); its standby took over")
   arm = _report.Arm(
     name=name,
     world=session.settings.world,

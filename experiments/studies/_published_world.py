@@ -3,7 +3,6 @@
 
 import dataclasses
 import random
-from collections.abc import Sequence
 from typing import Any
 
 import drafters
@@ -164,7 +163,8 @@ def simulate(
     )
 
   engine = sch.init(policy, world.costs(), capacity=capacity, prefill_rows=1)
-  driver = Driver(engine, _by_request([make(s) for s in range(sequences)]))
+  drafter = drafters.by_request({s: make(s) for s in range(sequences)})
+  driver = Driver(engine, drafter)
   requests = [
     (
       0.0,
@@ -187,34 +187,6 @@ def simulate(
     tokens_per_s=tokens * sequences / end_s,
     tokens_per_verdict=tokens * sequences / len(rounds),
     acceptance=sum(r.accepted for r in rounds) / tested if tested else 0.0,
-  )
-
-
-def _by_request(each: Sequence[Any]):
-  """Returns the drafter that drafts request `s` with `each[s]`."""
-  first = each[0]
-  if len(each) == 1:
-    return first
-
-  def init(params, prompt, request_key):
-    return request_key, each[request_key].init(params, prompt, request_key)
-
-  def expand(state, anchors, budget, levels=None):
-    which, inner = state
-    inner, nodes = each[which].expand(inner, anchors, budget, levels)
-    return (which, inner), nodes
-
-  return first._replace(
-    init=init,
-    expand=expand,
-    rebase=lambda state, root: (
-      state[0],
-      each[state[0]].rebase(state[1], root),
-    ),
-    observe=lambda state, tokens, features=None: (
-      state[0],
-      each[state[0]].observe(state[1], tokens, features),
-    ),
   )
 
 

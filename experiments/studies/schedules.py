@@ -39,7 +39,7 @@ class Config:
     workers: processes.
     published: simulate the published set-ups.
     grid: sweep the grid.
-    quick: 12 points of the grid, 4 texts of 96 tokens, short published runs.
+    quick: 8 cheap points of the grid, 4 texts, short published runs.
     out: run directory.
   """
 
@@ -161,7 +161,7 @@ def measure(point: _grid.Point, tokens: int, texts: int) -> dict[str, Any]:
 def compare(results: list[dict[str, Any]]) -> dict[str, Any]:
   """Returns priced against the best other policy per point, and against the
   best single other policy over all points."""
-  ratios = [r["priced_final"] / max(r["finals"].values()) for r in results]
+  ratios = [_geometric_mean(r["ratios"]) for r in results]
   means = {
     policy: _geometric_mean(
       [max(r["rates"][policy].values()) / r["plain"] for r in results]
@@ -187,7 +187,9 @@ def _geometric_mean(values: list[float]) -> float:
 
 
 def _standard_error(ratios: list[float]) -> float:
-  """Returns that of a geometric mean, as a share of it."""
+  """Returns that of a geometric mean, as a share of it; NaN for one ratio."""
+  if len(ratios) < 2:
+    return math.nan
   return float(np.std(np.log(ratios), ddof=1) / math.sqrt(len(ratios)))
 
 
@@ -226,19 +228,15 @@ def _run_published(
 def _run_grid(config: Config, console: rich.console.Console) -> dict[str, Any]:
   assert config.out is not None
   points = _grid.points(config.quick)
-  tokens, texts = config.tokens, config.texts
-  if config.quick:
-    tokens, texts = min(tokens, 96), min(texts, _FEWEST)
+  tokens = config.tokens
+  texts = min(config.texts, _FEWEST) if config.quick else config.texts
   started_s = time.monotonic()
   results = []
   context = multiprocessing.get_context("spawn")
   with concurrent.futures.ProcessPoolExecutor(
     config.workers, mp_context=context
   ) as pool:
-    texts = min(config.texts, _FEWEST) if config.quick else config.texts
-    futures = [
-      pool.submit(measure, point, config.tokens, texts) for point in points
-    ]
+    futures = [pool.submit(measure, point, tokens, texts) for point in points]
     for future in concurrent.futures.as_completed(futures):
       result = future.result()
       results.append(result)

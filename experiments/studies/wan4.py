@@ -211,7 +211,10 @@ async def _run(config: Config) -> dict[str, Any]:
     prompts = read_prompts(settings)
     longest = _longest(settings)
     async with open_session(
-      settings, directory, max_length=longest * (4 if config.four else 1)
+      settings,
+      directory,
+      max_length=longest * (4 if config.four else 1),
+      profile_length=longest,
     ) as session:
       requests = make_requests(settings, prompts, session.tokenizer)
       bench = Bench(session, config.lap_ms, requests)

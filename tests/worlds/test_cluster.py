@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from wanspec_jax.worlds import Cluster, StageHost, StageShape
+from wanspec_jax.worlds import Cluster, StageHost, StageShape, Standby
 
 GOOD = """
 [ring]
@@ -28,6 +28,13 @@ name = "gpu-b"
 host = "localhost"
 port = 7000
 layers = [2, 1]
+"""
+SPARE = """
+[[standby]]
+name = "spare"
+host = "::1"
+port = 7001
+for = "gpu-b"
 """
 
 
@@ -65,9 +72,12 @@ def test_keys_lie_beside_the_file(tmp_path):
   keys=st.none() | st.just('/some/wh\\e"re'),
   exact=st.booleans(),
   deadline_s=st.floats(1e-9, 1e300) | st.integers(1, 100),
+  spares=st.lists(st.integers(0, 99), max_size=4),
   layers=st.lists(st.integers(1, 9), min_size=1, max_size=5),
 )
-def test_round_trip(tmp_path_factory, model, keys, exact, deadline_s, layers):
+def test_round_trip(
+  tmp_path_factory, model, keys, exact, deadline_s, spares, layers
+):
   firsts = [sum(layers[:i]) for i in range(len(layers))]
   cluster = Cluster(
     stages=tuple(
@@ -84,6 +94,12 @@ def test_round_trip(tmp_path_factory, model, keys, exact, deadline_s, layers):
     keys=keys,
     verifier="greedy",
     start_deadline_s=deadline_s,
+    standbys=tuple(
+      Standby(
+        name=f"b{i}", host="::1", port=8000 + i, stage=f"s{k % len(layers)}"
+      )
+      for i, k in enumerate(spares)
+    ),
   )
   path = tmp_path_factory.getbasetemp() / "round-trip.toml"
   path.write_text(cluster.to_toml(), encoding="utf-8")
@@ -193,3 +209,123 @@ def test_agreement_covers_every_setting_that_changes_tokens(tmp_path):
   assert cluster.agreement(0, "other") != ours
   elsewhere = dataclasses.replace(cluster, peer_deadline_s=1.0, model="x")
   assert elsewhere.agreement(0, "hash") == ours
+
+
+# Standbys. ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+  ("old", "new", "message"),
+  [
+    (
+      '"gpu-b"',
+      '"gpu-c"',
+      r"standbys\['spare'\]\.stage = 'gpu-c': must be one",
+    ),
+    ('"gpu-b"', '"spare"', r"standbys\['spare'\]\.stage = 'spare'"),
+    ('"gpu-b"', "1", "Standby.stage = 1"),
+    ('for = "gpu-b"', "", r"\[\[standby\]\] 0: \['for'\] missing"),
+    ('name = "spare"', "", r"\[\[standby\]\] 0: \['name'\] missing"),
+    ("for =", "stage =", r"\[\[standby\]\] 0: unknown \['stage'\]"),
+    ("port =", "layers = [2, 1]\nport =", r"unknown \['layers'\]"),
+    ('"spare"', '"stage-0"', "names .* must differ"),
+    ('"spare"', '"Spare"', "Standby.name = 'Spare'"),
+    ('"spare"', '"coordinator"', "Standby.name = 'coordinator'"),
+    ('"::1"\nport = 7001', '"localhost"\nport = 7000', "addresses .* must"),
+    ('"::1"', '"192.0.2.9"', "spare is at '192.0.2.9'"),
+    ("7001", "0", "Standby.port = 0"),
+    ("[[standby]]", "[standby]", r"\[\[standby\]\] must be tables"),
+  ],
+)
+def test_what_is_wrong_with_a_standby_is_named(tmp_path, old, new, message):
+  assert old in SPARE
+  path = write(tmp_path, GOOD + SPARE.replace(old, new))
+  with pytest.raises(ValueError, match=message):
+    Cluster.from_toml(path)
+
+
+def ring_of_three():
+  """Returns a ring with two standbys for its second stage, one for its third;
+  hosts are told apart by their ports."""
+  return Cluster(
+    stages=tuple(
+      StageHost(name=f"s{i}", host="::1", port=7000 + i, layers=(2 * i, 2))
+      for i in range(3)
+    ),
+    shape=StageShape(row_buckets=(8,), slot_buckets=(64,)),
+    standbys=tuple(
+      Standby(name=name, host="::1", port=port, stage=stage)
+      for name, port, stage in (
+        ("a", 8000, "s1"),
+        ("b", 8001, "s1"),
+        ("c", 8002, "s2"),
+      )
+    ),
+  )
+
+
+def members(cluster):
+  """Returns `(name, port, first layer)` of the ring, and who waits for whom."""
+  return (
+    [(s.name, s.port, s.layers[0]) for s in cluster.stages],
+    [(s.name, s.port, s.stage) for s in cluster.standbys],
+  )
+
+
+def test_a_standby_changes_places_with_its_stage():
+  ring = ring_of_three()
+  assert members(ring.standing_in("a")) == (
+    [("s0", 7000, 0), ("a", 8000, 2), ("s2", 7002, 4)],
+    [("s1", 7001, "a"), ("b", 8001, "a"), ("c", 8002, "s2")],
+  )
+  assert ring.standing_in("a").standing_in("s1") == ring
+  assert members(ring.standing_in("a").standing_in("b").standing_in("c")) == (
+    [("s0", 7000, 0), ("b", 8001, 2), ("c", 8002, 4)],
+    [("s1", 7001, "b"), ("a", 8000, "b"), ("s2", 7002, "c")],
+  )
+  with pytest.raises(ValueError, match=r"standby 's0': .* \['a', 'b', 'c'\]"):
+    ring.standing_in("s0")
+
+
+@pytest.mark.parametrize("own", ["s1", "a", "b"])
+def test_all_members_arrange_the_same_ring(own):
+  """Whoever's view it is: a standby's has itself in its stage's place."""
+  ring = ring_of_three()
+  view = ring if own == "s1" else ring.standing_in(own)
+  for middle in ("s1", "a", "b"):
+    for last in ("s2", "c"):
+      arranged = view.arranged(["s0", middle, last])
+      assert [s.name for s in arranged.stages] == ["s0", middle, last]
+      ports = {"s0": 7000, "s1": 7001, "s2": 7002}
+      ports |= {"a": 8000, "b": 8001, "c": 8002}
+      assert all(s.port == ports[s.name] for s in arranged.stages)
+      assert [s.layers for s in arranged.stages] == [(0, 2), (2, 2), (4, 2)]
+      assert arranged.agreement(1, "hash") == ring.agreement(1, "hash")
+
+
+@pytest.mark.parametrize(
+  ("names", "message"),
+  [
+    (["s0", "s1"], "must have 3 members"),
+    (["s0", "c", "s2"], "'c' does not stand in for s1"),
+    (["s0", "s2", "s1"], "'s2' does not stand in for s1"),
+    (["s0", "a", "a"], "'a' does not stand in for s2"),
+    (["s0", "x" * 999, "s2"], "'x{64}' does not"),
+  ],
+)
+def test_rings_that_nobody_may_ask_for(names, message):
+  with pytest.raises(ValueError, match=message):
+    ring_of_three().arranged(names)
+
+
+def test_a_spare_is_the_first_that_has_not_failed():
+  ring = ring_of_three()
+  assert ring.spare("s1", ()) == "a"
+  assert ring.spare("s1", {"a"}) == "b"
+  assert ring.spare("s1", {"a", "b", "c"}) is None
+  assert ring.spare("s0", ()) is None
+  assert ring.spare("nobody", ()) is None
+  after = ring.standing_in("a")
+  assert after.spare("a", {"s1"}) == "b"
+  assert after.spare("a", {"s1", "b"}) is None
+  assert after.spare("s1", ()) is None

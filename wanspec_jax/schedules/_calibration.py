@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a drafter's probabilities are worth, learned from verdicts."""
+"""What drafts are worth and runs do to each other, learned from verdicts."""
 
 import bisect
 import math
@@ -7,6 +7,36 @@ import math
 _EDGES = (0.02, 0.05, 0.1, 0.2, 0.35, 0.5, 0.65, 0.8, 0.9, 0.97)
 _LEVELS = (1, 2, 3, 4, 6, 8, 12, 16)  # smallest level of each class
 _FLOOR = 1e-4
+_RETURN_MEMORY = 100
+
+
+class Crowding:
+  """How much later runs come back for every other one that is under way.
+
+  What the queues of a `Pipe` do not tell: stages that share cores and memory
+  slow each other down. Least squares through the origin, `Σ late · others /
+  Σ others²`, the past forgotten by and by.
+  """
+
+  def __init__(self):
+    self._late_s = self._others = 0.0
+
+  @property
+  def seconds(self) -> float:
+    """Per other run; 0 where there is nothing of the kind."""
+    return max(0.0, self._late_s / self._others) if self._others else 0.0
+
+  def note_return(self, late_s: float, others: int) -> None:
+    """Counts one run that came back.
+
+    Args:
+      late_s: how much later than the queues said; negative for sooner.
+      others: runs that were under way at its launch, and that were launched
+        while it was.
+    """
+    keep = 1 - 1 / _RETURN_MEMORY
+    self._late_s = keep * self._late_s + late_s * others
+    self._others = keep * self._others + others * others
 
 
 class Calibration:
@@ -23,11 +53,15 @@ class Calibration:
   by level (how far the drafter was ahead of the committed text): acceptance
   decays with it for most drafters, and not for all.
 
-  Mutable: one per engine, shared by its sequences.
+  Mutable: shared by an engine's sequences, and by the engines that follow each
+  other on a ring, if they are given the same one.
 
   Args:
     prior: weight of the drafter's own word, in expected acceptances.
     memory: tests after which older ones have faded to 1/e.
+
+  Attributes:
+    crowding: what was learned of the ring, by the same verdicts.
   """
 
   def __init__(self, prior: float = 2.0, memory: float = 2000.0):
@@ -35,6 +69,7 @@ class Calibration:
     self._keep = math.exp(-1 / memory)
     self._bins = [[0.0, 0.0] for _ in range(len(_EDGES) + 1)]
     self._levels = [[0.0, 0.0] for _ in _LEVELS]
+    self.crowding = Crowding()
 
   def estimate(self, log_q: float, level: int) -> float:
     """Returns the log-probability that such a node is accepted, its parent

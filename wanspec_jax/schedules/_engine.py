@@ -39,8 +39,8 @@ def init(
     capacity: KV slots that every stage has.
     prefill_rows: rows per prompt chunk; chunks follow each other through the
       pipe without waiting.
-    calibration: what is known of the drafter; learned afresh by default. It is
-      shared, not copied: what this engine learns goes into it.
+    calibration: what is known of drafter and ring; learned afresh by default.
+      It is shared, not copied: what this engine learns goes into it.
   """
   for field, value, high in (
     ("capacity", capacity, None),
@@ -51,10 +51,11 @@ def init(
         f"{field} = {value}: must be at least 1"
         + (f" and at most max_rows = {high}" if high is not None else "")
       )
+  calibration = Calibration() if calibration is None else calibration
   return EngineState(
     policy=policy,
-    pipe=Pipe(costs),
-    calibration=Calibration() if calibration is None else calibration,
+    pipe=Pipe(costs, calibration.crowding),
+    calibration=calibration,
     capacity=capacity,
     prefill_rows=prefill_rows,
     queue=collections.deque(),
@@ -96,7 +97,7 @@ def step(
           flights = state.sequences[touched].spec.flights
           if flights and flights[0].run == returned.run_id:
             flight = flights.popleft()
-            state.pipe.note_return(
+            state.pipe.crowding.note_return(
               now_s - flight.return_s, flight.others + len(state.runs)
             )
         for verdict in returned.verdicts:

@@ -9,6 +9,7 @@ from typing import NamedTuple, Self
 import numpy as np
 
 from wanspec_jax.links import HopBytes, Ring, StageProfile
+from wanspec_jax.schedules._calibration import Crowding
 
 
 class DraftCosts(NamedTuple):
@@ -33,7 +34,6 @@ class DraftCosts(NamedTuple):
 
 _FREE = DraftCosts()
 _HIT_MEMORY = 50
-_RETURN_MEMORY = 100
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -132,22 +132,21 @@ class Pipe:
     num_sequences: sequences that share the pipe.
     hit_rate: how often, of late, the target's token was among the drafted
       children of the token before, where there were any.
-    crowding_s: by how much a run has come back later than these queues say, per
-      other run that was under way meanwhile: what stages that share cores and
-      memory do to each other. 0 where there is nothing of the kind.
+    crowding: see there.
+    crowding_s: what one more run under way costs each of the others.
   """
 
-  def __init__(self, costs: Costs):
+  def __init__(self, costs: Costs, crowding: Crowding | None = None):
     self.costs = costs
+    self.crowding = crowding or Crowding()
     self.num_sequences = 0
     self.hit_rate = 0.5
     self._free_s = [0.0] * (2 * len(costs.delay_s) - 1)
     self._gate_s = 0.0
-    self._late_s = self._others = 0.0
 
   @property
   def crowding_s(self) -> float:
-    return max(0.0, self._late_s / self._others) if self._others else 0.0
+    return self.crowding.seconds
 
   def launch(self, rows: int, time_s: float) -> tuple[float, float]:
     """Books a run launched now; returns when the tail has walked it and when
@@ -194,21 +193,6 @@ class Pipe:
   def note_hit(self, hit: bool) -> None:
     """Counts one token whose predecessor had drafted children."""
     self.hit_rate += (hit - self.hit_rate) / _HIT_MEMORY
-
-  def note_return(self, late_s: float, others: int) -> None:
-    """Counts one run that came back.
-
-    Least squares through the origin, `Σ late · others / Σ others²`, the past
-    forgotten by and by.
-
-    Args:
-      late_s: how much later than `launch` said; negative for sooner.
-      others: runs that were under way at its launch, and that were launched
-        while it was.
-    """
-    keep = 1 - 1 / _RETURN_MEMORY
-    self._late_s = keep * self._late_s + late_s * others
-    self._others = keep * self._others + others * others
 
   def clear(self) -> None:
     """Forgets what was launched: it is lost."""

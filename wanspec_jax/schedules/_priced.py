@@ -332,22 +332,22 @@ def _saving_of_plan(
   if with_root:  # the root waits for the rows that travel with it
     leaves = _leaves_at(spec, pipe, spec.root)
     saving -= leaves * (tail_s - pipe.tail_s(1, time_s))
-  # Each run holds up the others under way, of all sequences.
+  # Each run holds up the others under way, of all sequences. One that saves
+  # nothing itself may lead to those that do, so what counts is the best end.
   burden_s = pipe.crowding_s * max(1, pipe.num_sequences)
-  of_run, at = 0.0, 0
+  if not with_root:
+    saving -= burden_s
+  best, at = -math.inf, 0
   for i, (_, last, latest_s) in enumerate(candidates):
     run = (i + with_root) // size
     if run > at:
-      if of_run <= burden_s and not (with_root and at == 0):
-        break  # neither this one nor what is less likely
-      saving += of_run - burden_s * (at > 0 or not with_root)
-      of_run, at = 0.0, run
+      best = max(best, saving)
+      saving -= burden_s
+      at = run
     sooner_s = latest_s - tail_s - run * space_s
     if sooner_s > 0:
-      of_run += last * sooner_s
-  if of_run > burden_s or (with_root and at == 0):
-    saving += of_run - burden_s * (at > 0 or not with_root)
-  return saving
+      saving += last * sooner_s
+  return max(best, saving)
 
 
 def _better_later(

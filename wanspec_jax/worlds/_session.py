@@ -431,7 +431,7 @@ class Session:
       raise SessionFault(
         self._me, f"refused a cancel of {source.peer}: {error}"
       ) from error
-    if False and cancel.before_run <= self._next_run:
+    if cancel.before_run <= self._next_run:
       return  # too late here, so for those before as well
     count = sum(len(ids) for _, ids in cancel.nodes)
     if self._num_cancelled + count <= _MAX_CANCELLED:
