@@ -5,6 +5,7 @@ import asyncio
 import contextlib
 import dataclasses
 import itertools
+import random as random_lib
 
 from tests.schedules import bench
 from tests.worlds import rings
@@ -355,3 +356,37 @@ def check(result, texts):
     outcome = result.outcomes[i]
     assert list(outcome.tokens) == list(text.tokens), f"text {i}"
     assert outcome.reason == "length"
+
+
+def policies(random):
+  """Returns policies that have several runs in flight."""
+  return (
+    bench.pipelined(random, max_in_flight=4, max_nodes=6),
+    sch.priced(),
+    sch.continuous(),
+  )
+
+
+async def decode(ring, texts, *, seed=0, policy=0, on_emit=None, **settings):
+  """Returns the result of all texts at once, and asserts that they are right.
+
+  Args:
+    ring: open.
+    texts: to decode.
+    seed: of the drafter and the policy.
+    policy: which of `policies`.
+    on_emit: of the driver.
+    **settings: of the run.
+  """
+  random = random_lib.Random(seed)
+  driver = driver_of(
+    policies(random)[policy],
+    drafter_of(texts, random),
+    num_stages=ring.cluster.num_stages,
+    on_emit=on_emit,
+  )
+  result = await ring.run(
+    driver, [(0.0, text.request) for text in texts], **settings
+  )
+  check(result, texts)
+  return result
