@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Random rings with random faults, by seed, for the chaos study."""
 
+import contextlib
 import dataclasses
 import math
 import random
@@ -29,6 +30,7 @@ VOCAB = 12
 SKIP = 33
 _NEAR = 1.1
 _REPEATS = 8
+_JITTERS = 4
 SLOTS = 512
 _MAX_ROWS = 32
 # A state of the toy target, which is what a row's frame carries.
@@ -107,6 +109,11 @@ class Scenario:
   weather: Weather
   lost_at_s: float | None
   jitter_seed: int = 0
+
+  @property
+  def has_foul_weather(self) -> bool:
+    """Whether any weather takes time; frames that come twice take none."""
+    return bool(self.weather.loss or self.weather.stalls or self.weather.kills)
 
   @property
   def is_timed(self) -> bool:
@@ -271,6 +278,20 @@ def world_of(case: Scenario) -> tuple[VirtualRing, sch.Costs]:
   return ring, costs
 
 
+def _driver_of(
+  case: Scenario,
+  texts: Any,
+  policy: sch.Policy,
+  costs: sch.Costs,
+  on_emit: Callable[[int, tuple[int, ...]], None],
+) -> Driver:
+  return Driver(
+    sch.init(policy, costs, capacity=SLOTS, prefill_rows=16),
+    drafter_of(case, texts),
+    on_emit=on_emit,
+  )
+
+
 def _decode(
   case: Scenario, texts: Any, policy: sch.Policy
 ) -> tuple[list[Outcome], int]:
@@ -283,11 +304,7 @@ def _decode(
   mirror = Mirror(requests_of(case, texts))
   outcomes: list[Outcome] = []
   for until_s in (case.lost_at_s or math.inf, math.inf):
-    driver = Driver(
-      sch.init(policy, costs, capacity=SLOTS, prefill_rows=16),
-      drafter_of(case, texts),
-      on_emit=mirror.on_emit,
-    )
+    driver = _driver_of(case, texts, policy, costs, mirror.on_emit)
     result = ring.run(
       driver, [(0.0, request) for request in mirror.requests()], until_s=until_s
     )
@@ -300,14 +317,40 @@ def _decode(
   return done, len(texts) - len(done)
 
 
+class _FoundError(Exception):
+  """What was looked for is there: the rest of the run is not needed."""
+
+
+def _start_s(case: Scenario, texts: Any, policy: sch.Policy) -> float:
+  """Returns when the first of the sequences has 33 tokens in fair weather."""
+  ring, costs = world_of(dataclasses.replace(case, weather=Weather()))
+  mirror = Mirror(requests_of(case, texts))
+
+  def on_emit(sequence: int, tokens: tuple[int, ...]) -> None:
+    mirror.on_emit(sequence, tokens)
+    if len(mirror.tokens(sequence)) >= SKIP:
+      raise _FoundError
+
+  driver = _driver_of(case, texts, policy, costs, on_emit)
+  with contextlib.suppress(_FoundError):
+    ring.run(driver, [(0.0, request) for request in mirror.requests()])
+  return min(
+    outcome.emitted_s[SKIP - 1]
+    for outcome in driver.outcomes.values()
+    if len(outcome.emitted_s) >= SKIP
+  )
+
+
 def play(seed: int) -> dict[str, Any]:
   """Returns what became of a scenario.
 
   Where its time counts, `speedup` is plain decoding's time over the policy's,
-  from each sequence's 33rd token to its last, over the same fault schedule from
-  there on: the weather of either begins when the first of its sequences has 33
-  tokens. Chance decides single runs, so where losses or jitter are drawn and
-  the two are near each other, `_REPEATS` schedules are drawn and times added.
+  from the verdict that brings each sequence's 33rd token to that of its last,
+  summed over sequences; if that is no time at all, there is none. Both meet the
+  same fault schedule from there on: the weather of either begins when the first
+  of its sequences has 33 tokens. Chance decides single runs, so if the two are
+  near each other where losses, stalls or jitter are drawn, `_REPEATS` schedules
+  are drawn (`_JITTERS` if there is only jitter) and their times added.
   """
   case = scenario(seed)
   texts = texts_of(case)
@@ -331,9 +374,11 @@ def play(seed: int) -> dict[str, Any]:
       spent_s += _timed_s(one, texts, policy_of(case), report)
       plain_s += _timed_s(one, texts, _lockstep(0), report)
       count += 1
-      is_drawn = bool(case.weather.loss or case.jitter_s or case.weather.stalls)
-      if is_drawn and spent_s and plain_s / spent_s < _NEAR:
-        num_repeats = _REPEATS
+      if spent_s and plain_s / spent_s < _NEAR:
+        if case.has_foul_weather:
+          num_repeats = _REPEATS
+        elif case.jitter_s:
+          num_repeats = _JITTERS
     if spent_s:
       report["speedup"] = plain_s / spent_s
   return report
@@ -351,15 +396,12 @@ def _timed_s(
 ) -> float:
   """Returns the time from the 33rd token on, all sequences together, under
   weather that begins there."""
-  fair = dataclasses.replace(case, weather=Weather())
-  outcomes, hung = _decode(fair, texts, policy)
-  start_s = min(o.emitted_s[SKIP - 1] for o in outcomes)
-  foul = dataclasses.replace(
-    case, weather=dataclasses.replace(case.weather, start_s=start_s)
-  )
-  if foul.weather != dataclasses.replace(Weather(), start_s=start_s):
-    outcomes, more = _decode(foul, texts, policy)
-    hung += more
+  if case.has_foul_weather:
+    start_s = _start_s(case, texts, policy)
+    case = dataclasses.replace(
+      case, weather=dataclasses.replace(case.weather, start_s=start_s)
+    )
+  outcomes, hung = _decode(case, texts, policy)
   report["hung"] += hung
   report["diverged"] += _diverged(case, texts, outcomes)
   return sum(o.emitted_s[-1] - o.emitted_s[SKIP - 1] for o in outcomes)

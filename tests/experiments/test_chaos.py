@@ -106,3 +106,43 @@ def test_weather_begins_when_it_is_told_to():
         at_zero.delivery_s(hop, sent_s, sent_s + 0.1)
       )
   assert weather.delivery_s(1, 9.9, 10.6) == 10.6
+
+
+def test_the_start_is_found_without_playing_to_the_end():
+  """The first 33rd token of a whole run in fair weather, whatever the
+  scenario's own weather is."""
+  seed = _find(
+    lambda c: (
+      c.is_timed and c.has_foul_weather and c.jitter_s and len(c.prompts) > 1
+    )
+  )
+  case = _scenarios.scenario(seed)
+  fair = dataclasses.replace(case, weather=Weather())
+  texts = _scenarios.texts_of(case)
+  for policy in (_scenarios.policy_of(case), _scenarios._lockstep(0)):
+    whole, _ = _scenarios._decode(fair, texts, policy)
+    first_s = min(o.emitted_s[_scenarios.SKIP - 1] for o in whole)
+    # A floor keeps purses: one per engine.
+    policy = _scenarios.policy_of(case) if "floor" in policy.name else policy
+    assert _scenarios._start_s(case, texts, policy) == first_s
+
+
+def test_only_weather_that_takes_time_is_foul():
+  seed = _find(lambda c: c.is_timed and c.weather.duplicates)
+  case = _scenarios.scenario(seed)
+  for weather, is_foul in (
+    (Weather(seed=3, duplicates=0.1), False),
+    (Weather(loss=0.01), True),
+    (Weather(stalls=(Stall(0, 0.0, 1.0),)), True),
+    (Weather(kills=(Kill(0, 0.1, 0.1),)), True),
+  ):
+    one = dataclasses.replace(case, weather=weather)
+    assert one.has_foul_weather == is_foul
+  texts = _scenarios.texts_of(case)
+  ends = [
+    [o.emitted_s for o in _scenarios._decode(c, texts, policy)[0]]
+    for duplicates in (0.0, 0.5)
+    for policy in [_scenarios.policy_of(case)]
+    for c in [dataclasses.replace(case, weather=Weather(duplicates=duplicates))]
+  ]
+  assert ends[0] == ends[1]

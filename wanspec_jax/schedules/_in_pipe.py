@@ -108,12 +108,9 @@ def _due_s(
 def _next_level(spec: Speculation) -> tuple[list[Node], list[Node]]:
   """Returns the unlaunched nodes right below the deepest launched ones, and
   those."""
-  newest = [spec.nodes[spec.root]]
-  for flight in reversed(spec.flights):  # one level each
-    alive = sorted(node for node in flight.ids if node in spec.nodes)
-    if alive:
-      newest = [spec.nodes[node] for node in alive]
-      break
+  launched = [n for n in spec.nodes.values() if n.run is not None]
+  deepest = max(n.position for n in launched)
+  newest = [n for n in launched if n.position == deepest]
   level = [
     spec.nodes[child] for n in newest for child in spec.below.get(n.id, ())
   ]
