@@ -160,46 +160,32 @@ def test_sequences_are_apart():
 
 
 def test_sections_of_spans_worked_by_hand():
-  spans = [
-    Span("drafter", "4 nodes", 0, 1, -1),
-    Span("hop 0", "20 B", 0, 1, 2),
-    Span("stage 0", "3 rows", 1, 2, 2),
-    Span("hop 1", "99 B", 2, 3, 2),
-    Span("stage 1", "1 rows, 2 cancelled", 3, 4, 2),
-    Span("hop 2", "40 B", 4, 5, 2),
-    Span("stage 2", "0 rows, 1 cancelled", 5, 5, 2),
-    Span("hop 3", "6 B", 5, 6, 2),
-    Span("back 3", "cancel", 2, 3, -1),
-    Span("stage 1", "down", 7, 8, -1),
-    Span("hop 0", "20 B", 0, 1, 1),
-    Span("stage 2", "3 rows", 0, 1, 1),
-    Span("hop 3", "8 B", 0, 1, 1),
-    Span("hop 2", "8 B", 0, 1, 77),
+  def of(kind, count=1, *, is_hedge=False):
+    return Section(kind, is_hedge, count)
+
+  run_2 = of(DEAD, 2), of(DEAD, is_hedge=True)
+  run_1 = of(ROOT), of(ACCEPTED), of(DEAD, is_hedge=True)
+  # The first cancel named 6 and 7; 7 was a hedge. Then the second one: 5.
+  first = of(DEAD), of(CANCELLED), of(CANCELLED, is_hedge=True)
+  table = [
+    (Span("drafter", "4 nodes", 0, 1, -1), (of(_fates.DRAFT),)),
+    (Span("hop 0", "20 B", 0, 1, 2), run_2),
+    (Span("stage 0", "3 rows", 1, 2, 2), run_2),
+    (Span("hop 1", "99 B", 2, 3, 2), run_2),
+    (Span("stage 1", "1 rows, 2 cancelled", 3, 4, 2), first),
+    (Span("hop 2", "40 B", 4, 5, 2), (of(DEAD),)),
+    (Span("stage 2", "0 rows, 1 cancelled", 5, 5, 2), (of(CANCELLED),)),
+    (Span("hop 3", "6 B", 5, 6, 2), (of(HEADER),)),
+    (Span("back 3", "cancel", 2, 3, -1), (of(_fates.CANCEL),)),
+    (Span("stage 1", "down", 7, 8, -1), (of(_fates.DOWN),)),
+    (Span("hop 0", "20 B", 0, 1, 1), run_1),
+    (Span("stage 2", "3 rows", 0, 1, 1), run_1),
+    (Span("hop 3", "8 B", 0, 1, 1), (of(VERDICT),)),
+    (Span("hop 2", "8 B", 0, 1, 77), (of(_fates.UNKNOWN),)),
   ]
-  of_run_2 = (Section(DEAD, False, 2), Section(DEAD, True, 1))
-  of_run_1 = (
-    Section(ROOT, False, 1),
-    Section(ACCEPTED, False, 1),
-    Section(DEAD, True, 1),
-  )
-  assert _fates.sections(spans, _fates.fates(Recording(STEPS))) == [
-    (Section(_fates.DRAFT, False, 1),),
-    *([of_run_2] * 3),
-    # The first cancel named 6 and 7; 7 was a hedge. Then the second one: 5.
-    (
-      Section(DEAD, False, 1),
-      Section(CANCELLED, False, 1),
-      Section(CANCELLED, True, 1),
-    ),
-    (Section(DEAD, False, 1),),
-    (Section(CANCELLED, False, 1),),
-    (Section(HEADER, False, 1),),
-    (Section(_fates.CANCEL, False, 1),),
-    (Section(_fates.DOWN, False, 1),),
-    *([of_run_1] * 2),
-    (Section(VERDICT, False, 1),),
-    (Section(_fates.UNKNOWN, False, 1),),
-  ]
+  spans, expected = zip(*table, strict=True)
+  found = _fates.sections(spans, _fates.fates(Recording(STEPS)))
+  assert found == list(expected)
 
 
 def test_without_a_recording_rows_are_of_one_kind():

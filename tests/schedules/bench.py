@@ -4,8 +4,11 @@
 import collections
 import dataclasses
 import math
+import random as random_lib
 
 import numpy as np
+from hypothesis import settings
+from hypothesis import strategies as st
 
 from wanspec_jax import schedules as sch
 from wanspec_jax.base import Drafter, Nodes
@@ -15,6 +18,20 @@ from wanspec_jax.worlds import Driver, ReplayStage
 VOCAB = 4
 # Tokens as bytes: some empty, two that are halves of one character.
 PIECES = (b"a", b"ab", b"", "é".encode()[:1], "é".encode()[1:], b"b")
+
+SEEDS = st.integers(0, 2**32).map(random_lib.Random)
+
+
+def examples(count):
+  """Returns the settings of a property: so many examples, always the same."""
+  return settings(derandomize=True, deadline=None, max_examples=count)
+
+
+def random_texts(random, count, length, vocab=VOCAB):
+  """Returns `{seed: random text}` for seeds from 0 on."""
+  return {
+    s: [random.randrange(vocab) for _ in range(length)] for s in range(count)
+  }
 
 
 def text_of(tokens):
@@ -34,6 +51,34 @@ def plain(text, request, capacity):
     if any(s in text_of(out) for s in request.stop.strings):
       return out, "stop_string"
   return out, "length"
+
+
+def assert_plain(driver, requests, texts, capacity):
+  """Every request has the text and the end of plain decoding."""
+  for s, request in enumerate(requests):
+    tokens, reason = plain(texts[s], request, capacity)
+    outcome = driver.outcomes[s]
+    assert (outcome.tokens, outcome.reason) == (tokens, reason)
+
+
+def nodes_of(tokens, parents, log_q=-0.5):
+  """Returns drafted nodes; `log_q` is one number for all or one for each."""
+  return Nodes(
+    np.array(tokens, np.int32),
+    np.array(parents, np.int32),
+    np.broadcast_to(log_q, len(tokens)).astype(np.float32),
+  )
+
+
+def drafted(draft, nodes, *, time_s=0.0):
+  """Returns the event that answers a `Draft`."""
+  return sch.Drafted(
+    time_s=time_s,
+    sequence=draft.sequence,
+    ticket=draft.ticket,
+    anchors=draft.anchors,
+    nodes=nodes,
+  )
 
 
 def drafter_of(texts, *, right, size, random, log_q=None, vocab=VOCAB):
@@ -72,11 +117,7 @@ def drafter_of(texts, *, right, size, random, log_q=None, vocab=VOCAB):
         token = text[at]
       tokens.append(token)
       rows.append((*path, token))
-    return state, Nodes(
-      np.array(tokens, np.int32),
-      np.array(parents, np.int32),
-      np.array([draw() for _ in tokens], np.float32),
-    )
+    return state, nodes_of(tokens, parents, [draw() for _ in tokens])
 
   def observe(state, tokens, features=None):
     new = state["done"] + len(tokens)
@@ -94,11 +135,7 @@ def chain_of(texts, depth):
     assert len(anchors) == 1
     done += len(anchors[0].path)
     ahead = text[done : done + min(depth, budget)]
-    return state, Nodes(
-      np.array(ahead, np.int32),
-      np.arange(len(ahead), dtype=np.int32),
-      np.full(len(ahead), math.log(0.9), np.float32),
-    )
+    return state, nodes_of(ahead, range(len(ahead)), math.log(0.9))
 
   return Drafter(
     "chain",
@@ -271,3 +308,38 @@ def request_of(text, prompt, budget, *, seed, stop=None):
     sampling=Sampling(seed=seed),
     stop=stop or sch.Stop(),
   )
+
+
+def check_any_interleaving(policy, seed, *, max_rows):
+  """Decodes random texts in any order of events; compares with plain decoding.
+
+  Args:
+    policy: a `Policy`.
+    seed: of everything that is random.
+    max_rows: choices of how many rows a run may have.
+  """
+  random = random_lib.Random(seed)
+  count = random.randint(1, 3)
+  capacity = random.choice([24, 60, 150])
+  texts = random_texts(random, count, capacity + 12)
+  requests = [
+    request_of(texts[s], random.randint(1, 6), random.randint(1, 18), seed=s)
+    for s in range(count)
+  ]
+  engine = sch.init(
+    policy,
+    costs(random.choice(max_rows)),
+    capacity=capacity,
+    prefill_rows=4,
+  )
+  drafter = drafter_of(
+    texts,
+    right=random.choice([0.0, 0.6, 1.0]),
+    size=lambda budget: random.randint(0, budget + 1),
+    random=random,
+  )
+  stages = ring(texts, num_stages=random.randint(1, 3), capacity=capacity)
+  session = play(Driver(engine, drafter), stages, requests, random)
+  assert_plain(session.driver, requests, texts, capacity)
+  for stage in stages:
+    assert int(stage.stage._slots.used.sum()) == 0

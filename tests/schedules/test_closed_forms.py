@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Closed forms of chains against simulated chains and the virtual world."""
+"""Closed forms of chains and pipes against simulations of them, and the virtual
+world."""
 
 import itertools
 import random as random_lib
@@ -90,3 +91,101 @@ def test_a_perfect_drafter_in_lockstep_has_the_synchronous_rate(depth):
   assert outcome.emitted_s[-1] == pytest.approx(count / rate)
   overlapped = forms.overlapped_rate(1.0, depth, level_s=0.004, lap_s=0.11)
   assert overlapped == pytest.approx((depth + 1) / 0.11)
+
+
+# Pipes. -----------------------------------------------------------------------
+
+
+def test_the_rate_is_that_of_a_ticking_pipe():
+  """A pipe of D stages simulated tick by tick: what leaves is right with
+  probability a, else all behind it is in vain."""
+  random = random_lib.Random(1)
+  for hit, depth in ((0.8, 4), (0.9, 14), (0.8, 30)):
+    tokens = ticks = 0
+    while tokens < 60_000:
+      ticks += depth  # a root on its way through an empty pipe
+      tokens += 1
+      while random.random() < hit:
+        ticks += 1
+        tokens += 1
+    rate = sch.in_pipe_rate(hit, depth, 0.01)
+    assert tokens / (0.01 * ticks) == pytest.approx(rate, rel=0.01)
+
+
+def test_published_speedups_are_those_of_plausible_hit_rates():
+  """SpecPipe's 14 and 8 stages; the ends of both ranges."""
+  for stages, hit, published in (
+    (14, 0.835, 4.46),
+    (14, 0.939, 7.79),
+    (8, 0.870, 4.19),
+    (8, 0.936, 5.53),
+  ):
+    speedup = sch.in_pipe_speedup(hit, stages)
+    assert speedup == pytest.approx(published, rel=0.01)
+  # The depth wall: 1 / (1 − a), half of it where the depth is the mean run.
+  assert sch.in_pipe_speedup(0.9, 1e9) == pytest.approx(10)
+  assert sch.in_pipe_speedup(0.9, 9) == pytest.approx(5)
+  assert sch.in_pipe_speedup(1.0, 12) == 12
+
+
+def test_a_lap_holds_as_many_levels_as_ticks():
+  assert sch.lap_window(6 * 0.04 + 6 * 0.01, 0.01) == 30
+  assert sch.lap_window(0.301, 0.01) == 31
+  assert sch.lap_window(0.004, 0.01) == 1
+
+
+def test_a_stream_is_limited_by_the_slower_of_drafting_and_the_pipe():
+  """One token per lap without hits, one per step of the slower with nothing
+  else; the pipe's own form in between."""
+  ring = {"lap_s": 0.3, "tick_s": 0.01}
+  assert sch.stream_rate(0.0, level_s=0.02, **ring) == pytest.approx(1 / 0.3)
+  assert sch.stream_rate(1.0, level_s=0.02, **ring) == pytest.approx(50)
+  assert sch.stream_rate(0.8, level_s=0.02, **ring) == pytest.approx(
+    5 / (0.3 + 4 * 0.02)
+  )
+  assert sch.stream_rate(0.8, level_s=0.0, **ring) == pytest.approx(
+    sch.in_pipe_rate(0.8, 30, 0.01)
+  )
+
+
+@pytest.mark.parametrize("fade", [1.0, 0.8])
+def test_rates_by_levels_under_way_are_those_of_a_simulated_window(fade):
+  lap_s, tick_s = 0.12, 0.01
+  rates = sch.window_rates(
+    lambda ahead: 0.9 * fade ** (ahead - 1), lap_s=lap_s, tick_s=tick_s
+  )
+  assert len(rates) == (12 if fade == 1 else 10)
+  random = random_lib.Random(3)
+  for window in (1, 3, len(rates)):
+    time_s, tokens = 0.0, 0
+    for _ in range(20_000):
+      # Launches at the tick, or with the verdict that makes room.
+      back = [lap_s]
+      launched_s = 0.0
+      while True:
+        level = len(back)
+        launched_s += tick_s
+        if level >= window:
+          launched_s = max(launched_s, back[level - window])
+        if random.random() >= 0.9 * fade ** (min(level, window) - 1):
+          break
+        back.append(launched_s + lap_s)
+      time_s += back[-1]
+      tokens += len(back)
+    assert rates[window - 1] == pytest.approx(tokens / time_s, rel=0.02)
+  if fade == 1:  # a full pipe
+    full = sch.in_pipe_rate(0.9, 12, tick_s)
+    assert rates[-1] == pytest.approx(full)
+    assert sch.levels_in_flight(lambda a: 0.9, lap_s=0.12, tick_s=0.01) == 12
+
+
+@pytest.mark.parametrize(
+  ("call", "match"),
+  [
+    (lambda: sch.in_pipe_rate(1.2, 3, 0.1), "hit = 1.2"),
+    (lambda: sch.lap_window(0.1, 0.0), "tick_s = 0.0"),
+  ],
+)
+def test_what_makes_no_sense_is_refused_by_name(call, match):
+  with pytest.raises(ValueError, match=match):
+    call()

@@ -5,30 +5,15 @@ import math
 import random as random_lib
 import re
 
-import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given
 
 from tests.schedules import bench
 from wanspec_jax import schedules as sch
-from wanspec_jax.base import Drafter, Nodes
+from wanspec_jax.base import Drafter
 from wanspec_jax.messages import Returned
 from wanspec_jax.metrics import summarize
 from wanspec_jax.worlds import Driver
-
-SEEDS = st.integers(0, 2**32).map(random_lib.Random)
-
-
-def _settings(examples):
-  return settings(derandomize=True, deadline=None, max_examples=examples)
-
-
-def _texts(random, count, length):
-  return {
-    s: [random.randrange(bench.VOCAB) for _ in range(length)]
-    for s in range(count)
-  }
 
 
 def _lockstep(random, max_nodes):
@@ -70,13 +55,13 @@ def _check(session, requests, texts, capacity, aborted=()):
       assert session.cancelled or used == expected, f"run {run_id}"
 
 
-@_settings(150)
-@given(SEEDS)
+@bench.examples(150)
+@given(bench.SEEDS)
 def test_any_schedule_gives_the_plain_text(random):
   """Random drafters, tree sizes, capacities, stops, stages, interleavings."""
   capacity = random.choice([6, 9, 14, 30, 80])
   count = random.randint(1, 4)
-  texts = _texts(random, count, capacity + 12)
+  texts = bench.random_texts(random, count, capacity + 12)
   max_nodes = random.choice([0, 1, 3, 8])
   requests = [
     bench.request_of(
@@ -132,7 +117,7 @@ def _decode(
 ):
   """Decodes one text in lockstep; returns its outcome and the session."""
   random = random_lib.Random(1)
-  texts = {0: text or _texts(random, 1, 100)[0]}
+  texts = {0: text or bench.random_texts(random, 1, 100)[0]}
   request = bench.request_of(texts[0], prompt, budget, seed=0, stop=stop)
   if drafter is None:
     drafter = bench.chain_of(texts, max_nodes if depth is None else depth)
@@ -230,11 +215,7 @@ def _wrong():
 
   def expand(state, anchors, budget, levels=None):
     tokens = [100 + i for i in range(budget)]
-    return state, Nodes(
-      np.array(tokens, np.int32),
-      np.zeros(budget, np.int32),
-      np.full(budget, -1.0, np.float32),
-    )
+    return state, bench.nodes_of(tokens, [0] * budget, -1.0)
 
   return Drafter(
     "wrong",
@@ -265,13 +246,18 @@ def test_full_cache_shortens_trees_and_ends_with_length():
   assert all(r.drafted == 0 for r in outcome.rounds)
 
 
-def test_a_prompt_that_does_not_fit_is_refused_by_name():
-  engine = sch.init(
+def _small():
+  """Returns an engine of six slots that does not speculate."""
+  return sch.init(
     sch.lockstep(lambda g, t: 0, max_nodes=0),
     bench.costs(8),
     capacity=6,
     prefill_rows=4,
   )
+
+
+def test_a_prompt_that_does_not_fit_is_refused_by_name():
+  engine = _small()
   request = bench.request_of([0] * 9, 6, 1, seed=0)
   engine, (finish,) = sch.step(
     engine, sch.Submitted(time_s=0.0, sequence=0, request=request)
@@ -352,10 +338,10 @@ def test_abort_of_a_request_that_still_waits_is_reported():
   assert driver.outcomes[1].finished_s == 7.0
 
 
-@_settings(25)
-@given(SEEDS)
+@bench.examples(25)
+@given(bench.SEEDS)
 def test_several_sequences_equal_single_runs(random):
-  texts = _texts(random, 3, 60)
+  texts = bench.random_texts(random, 3, 60)
   requests = [
     bench.request_of(
       texts[s], random.randint(1, 9), random.randint(1, 20), seed=s
@@ -383,11 +369,11 @@ def test_several_sequences_equal_single_runs(random):
   assert together == [decode([s])[0] for s in range(3)]
 
 
-@_settings(60)
-@given(SEEDS)
+@bench.examples(60)
+@given(bench.SEEDS)
 def test_counts_of_nodes_agree_with_what_travelled(random):
   """Launched nodes are drafted; those on the text are accepted."""
-  texts = _texts(random, 1, 80)
+  texts = bench.random_texts(random, 1, 80)
   request = bench.request_of(texts[0], 3, 30, seed=0)
   policy = _lockstep(random, 6)
   if random.random() < 0.7:
@@ -445,12 +431,7 @@ def test_a_policy_that_breaks_the_rules_is_named():
 
 
 def test_unknown_events_are_refused():
-  engine = sch.init(
-    sch.lockstep(lambda g, t: 0, max_nodes=0),
-    bench.costs(8),
-    capacity=6,
-    prefill_rows=4,
-  )
+  engine = _small()
   with pytest.raises(TypeError, match="not an event"):
     sch.step(engine, Returned(run_id=0))
   with pytest.raises(ValueError, match="max_nodes = -1"):

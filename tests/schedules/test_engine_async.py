@@ -1,105 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The engine when nothing comes when expected: late drafts, faults, resumed
-texts, and commits that no run is there to carry."""
+"""The engine when nothing comes when expected: drafts that come late, and
+commits that no run is there to carry."""
 
 import collections
 import random as random_lib
 
-import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from tests.schedules import bench
+from tests.schedules import bench, watched
 from wanspec_jax import schedules as sch
-from wanspec_jax.base import Anchor, Nodes
+from wanspec_jax.base import Anchor
 from wanspec_jax.messages import Returned, Verdict
 from wanspec_jax.worlds import Driver
 
-SEEDS = st.integers(0, 2**32).map(random_lib.Random)
-
-
-def _settings(examples):
-  return settings(derandomize=True, deadline=None, max_examples=examples)
-
-
-def _texts(random, count, length, vocab=bench.VOCAB):
-  return {
-    s: [random.randrange(vocab) for _ in range(length)] for s in range(count)
-  }
-
-
-# Late drafts. ---------------------------------------------------------------
-
-
-def _paths(spec):
-  """Returns the tree as a set of whole texts, one per node below the root."""
-  head = tuple(spec.tokens)
-  return {head + spec.path(node) for node in spec.nodes if node != spec.root}
-
-
-class Watched(Driver):
-  """Checks every tree after a draft against sets of whole texts.
-
-  What a draft adds are those of its texts that go on from what is committed by
-  then; nothing, if it was asked for before a fault. The check knows neither
-  nodes nor anchors nor trails.
-
-  Attributes:
-    counts: of drafts, by how many tokens were committed meanwhile.
-    kept: nodes that late drafts have added.
-  """
-
-  def __init__(self, *args):
-    super().__init__(*args)
-    self.counts = collections.Counter()
-    self.kept = 0
-    self._asked = {}
-
-  def handle(self, event):
-    expected = None
-    if isinstance(event, sch.Drafted):
-      entry = self.engine.sequences.get(event.sequence)
-      head, epoch = self._asked.pop(event.ticket)
-      if entry is not None:
-        before = _paths(entry.spec)
-        expected = before
-        if epoch == self.engine.epoch:
-          now = tuple(entry.spec.tokens)
-          drafted = self._texts(event, head)
-          expected = before | {
-            t for t in drafted if t[: len(now)] == now and len(t) > len(now)
-          }
-          late = len(now) - len(head)
-          self.counts[late] += 1
-          self.kept += len(expected - before) * (late > 0)
-    held = self.engine.policy
-    if expected is not None:  # look at the tree before the policy grows it
-      self.engine.policy = held._replace(
-        decide=lambda spec, pipe, time_s: self._look(
-          held, spec, pipe, time_s, event.sequence, expected
-        )
-      )
-    work = super().handle(event)
-    self.engine.policy = held
-    for action in work.drafts:
-      spec = self.engine.sequences[action.sequence].spec
-      self._asked[action.ticket] = tuple(spec.tokens), self.engine.epoch
-    return work
-
-  def _look(self, policy, spec, pipe, time_s, sequence, expected):
-    if spec.sequence == sequence:
-      assert _paths(spec) == expected
-    return policy.decide(spec, pipe, time_s)
-
-  @staticmethod
-  def _texts(event, head):
-    rows = [head + tuple(anchor.path) for anchor in event.anchors]
-    for token, parent in zip(
-      event.nodes.tokens.tolist(), event.nodes.parents.tolist(), strict=True
-    ):
-      rows.append((*rows[parent], token))
-    return rows[len(event.anchors) :]
+# Late drafts. -----------------------------------------------------------------
 
 
 def test_late_drafts_keep_what_still_follows_the_text():
@@ -107,7 +21,7 @@ def test_late_drafts_keep_what_still_follows_the_text():
   counts, kept = collections.Counter(), 0
   for seed in range(80):
     random = random_lib.Random(seed)
-    texts = _texts(random, 2, 60, vocab=3)
+    texts = bench.random_texts(random, 2, 60, vocab=3)
     engine = sch.init(
       bench.pipelined(random, max_in_flight=4, max_nodes=6),
       bench.costs(16),
@@ -121,7 +35,7 @@ def test_late_drafts_keep_what_still_follows_the_text():
       random=random,
       vocab=3,
     )
-    driver = Watched(engine, drafter)
+    driver = watched.Watched(engine, drafter)
     requests = [bench.request_of(texts[s], 3, 25, seed=s) for s in texts]
     bench.play(
       driver,
@@ -129,10 +43,7 @@ def test_late_drafts_keep_what_still_follows_the_text():
       requests,
       random,
     )
-    for s, request in enumerate(requests):
-      tokens, reason = bench.plain(texts[s], request, 120)
-      outcome = driver.outcomes[s]
-      assert (outcome.tokens, outcome.reason) == (tokens, reason)
+    bench.assert_plain(driver, requests, texts, 120)
     counts += driver.counts
     kept += driver.kept
   late = sum(n for tokens, n in counts.items() if tokens > 1)
@@ -178,11 +89,7 @@ def test_a_draft_that_comes_after_a_commit_still_counts():
   Drafted: 1 -> 2 -> 3 and 2 -> 4 below that, 1 -> 9, and 5 below 7. What lies
   below 1 -> 2 goes on; the rest is about a past that did not come.
   """
-  nodes = Nodes(
-    np.array([1, 2, 3, 4, 9, 5], np.int32),
-    np.array([0, 1, 2, 2, 1, 0], np.int32),
-    np.full(6, -0.5, np.float32),
-  )
+  nodes = bench.nodes_of([1, 2, 3, 4, 9, 5], [0, 1, 2, 2, 1, 0])
   engine = sch.init(
     _late_drafts(), bench.costs(16), capacity=64, prefill_rows=4
   )
@@ -195,14 +102,7 @@ def test_a_draft_that_comes_after_a_commit_still_counts():
   assert _rows(second) == [(1, None)]
   (third,) = driver.handle(_arrived(second, 2)).runs
   assert _rows(third) == [(2, None)]
-  drafted = sch.Drafted(
-    time_s=0.0,
-    sequence=0,
-    ticket=draft.ticket,
-    anchors=draft.anchors,
-    nodes=nodes,
-  )
-  work = driver.handle(drafted)
+  driver.handle(bench.drafted(draft, nodes))
   spec = driver.engine.sequences[0].spec
   paths = {spec.path(node) for node in spec.nodes}
   assert paths == {(), (3,), (4,)}
@@ -229,14 +129,6 @@ def _scripted(*answers):
   return sch.Policy("scripted", decide, max_in_flight=9)
 
 
-def _nodes(tokens, parents):
-  return Nodes(
-    np.array(tokens, np.int32),
-    np.array(parents, np.int32),
-    np.full(len(tokens), -1.0, np.float32),
-  )
-
-
 def _until_verdict(capacity):
   """Returns an engine with two runs in flight, ids in parentheses:
   0 = [root (1), A (2), five wrong siblings (3 to 7)], 1 = [A's child B (8)].
@@ -253,17 +145,8 @@ def _until_verdict(capacity):
   submitted = sch.Submitted(time_s=0.0, sequence=0, request=request)
   engine, actions = sch.step(engine, submitted)
   (draft,) = (a for a in actions if isinstance(a, sch.Draft))
-  nodes = _nodes([10, 11, 12, 13, 14, 15, 20], [0, 0, 0, 0, 0, 0, 1])
-  engine, actions = sch.step(
-    engine,
-    sch.Drafted(
-      time_s=0.1,
-      sequence=0,
-      ticket=draft.ticket,
-      anchors=(anchor,),
-      nodes=nodes,
-    ),
-  )
+  nodes = bench.nodes_of([10, 11, 12, 13, 14, 15, 20], [0, 0, 0, 0, 0, 0, 1])
+  engine, actions = sch.step(engine, bench.drafted(draft, nodes, time_s=0.1))
   runs = [a.run for a in actions if isinstance(a, sch.Launch)]
   assert [run.ids.tolist() for run in runs] == [[1, 2, 3, 4, 5, 6, 7], [8]]
   return engine, runs
@@ -338,17 +221,8 @@ def test_a_commit_goes_alone_where_no_slot_is_left(capacity, is_sent):
   engine, runs = _until_verdict(capacity=capacity)
   engine, actions = _submit(engine, 2, 2)
   (draft,) = (a for a in actions if isinstance(a, sch.Draft))
-  nodes = _nodes(list(range(20)), [0] * 20)
-  engine, actions = sch.step(
-    engine,
-    sch.Drafted(
-      time_s=0.6,
-      sequence=1,
-      ticket=draft.ticket,
-      anchors=draft.anchors,
-      nodes=nodes,
-    ),
-  )
+  nodes = bench.nodes_of(list(range(20)), [0] * 20)
+  engine, actions = sch.step(engine, bench.drafted(draft, nodes, time_s=0.6))
   assert engine.sequences[1].spec.num_launched == capacity - 8 - 4 - 7
   engine, actions = _verdict(engine, runs[0].run_id)
   launches = [a.run for a in actions if isinstance(a, sch.Launch)]
@@ -358,170 +232,3 @@ def test_a_commit_goes_alone_where_no_slot_is_left(capacity, is_sent):
   assert [run.num_rows for run in alone] == [0] * is_sent
   for run in alone:
     assert [(c.sequence, c.root) for c in run.commits] == [(0, 8)]
-
-
-# Resumed texts. -------------------------------------------------------------
-
-
-def _policy(random):
-  if random.random() < 0.3:
-    return sch.lockstep(
-      lambda gains, lap_s: random.randint(0, len(gains)), max_nodes=4
-    )
-  return bench.pipelined(random, max_in_flight=3, max_nodes=4)
-
-
-@_settings(120)
-@given(SEEDS)
-def test_a_text_resumed_anywhere_ends_as_if_never_interrupted(random):
-  """Cut at any token, the end included; stop strings may span the cut."""
-  count = random.randint(1, 3)
-  capacity = random.choice([14, 60])
-  texts = _texts(random, count, capacity + 12)
-  whole, requests = [], []
-  for s in range(count):
-    stop = sch.Stop(
-      ids=frozenset(random.sample(range(bench.VOCAB), random.randint(0, 1))),
-      strings=tuple(
-        random.sample(["aab", "ba", "éa", "abab"], random.randint(0, 2))
-      ),
-      text_of=bench.text_of,
-    )
-    request = bench.request_of(
-      texts[s],
-      random.randint(1, 6),
-      random.choice([0, 1, 5, 20]),
-      seed=s,
-      stop=stop,
-    )
-    tokens, reason = bench.plain(texts[s], request, capacity)
-    cut = random.randint(0, len(tokens))
-    whole.append((tokens, reason, cut))
-    requests.append(
-      sch.Request(
-        prompt=request.prompt,
-        max_new_tokens=request.max_new_tokens,
-        sampling=request.sampling,
-        stop=stop,
-        emitted=tuple(tokens[:cut]),
-      )
-    )
-  engine = sch.init(
-    _policy(random), bench.costs(8), capacity=capacity, prefill_rows=3
-  )
-  drafter = bench.drafter_of(
-    texts,
-    right=random.choice([0.0, 0.7, 1.0]),
-    size=lambda budget: random.randint(0, budget),
-    random=random,
-  )
-  stages = bench.ring(texts, num_stages=2, capacity=capacity)
-  driver = Driver(engine, drafter)
-  session = bench.play(driver, stages, requests, random)
-  for s, (tokens, reason, cut) in enumerate(whole):
-    outcome = driver.outcomes[s]
-    assert (outcome.tokens, outcome.reason) == (tokens[cut:], reason)
-    assert sum(r.emitted for r in outcome.rounds) == len(tokens) - cut
-  for stage in session.stages:
-    assert int(stage.stage._slots.used.sum()) == 0
-    assert max(stage.used.values(), default=0) <= capacity
-    for run_id, expected in session.expected_used.items():
-      assert stage.used[run_id] <= expected
-
-
-def test_a_text_that_had_ended_launches_nothing():
-  text = [0, 1, 0, 1, 3, 0, 0]
-  for emitted, stop, reason in (
-    ((0, 1, 3), sch.Stop(ids=frozenset({3})), "stop"),
-    ((0, 1), sch.Stop(strings=("aab",), text_of=bench.text_of), "stop_string"),
-    ((0, 1, 3, 0), sch.Stop(), "length"),
-  ):
-    engine = sch.init(
-      bench.pipelined(random_lib.Random(0), max_in_flight=2, max_nodes=2),
-      bench.costs(8),
-      capacity=30,
-      prefill_rows=4,
-    )
-    request = sch.Request(
-      prompt=tuple(text[:2]), max_new_tokens=4, stop=stop, emitted=emitted
-    )
-    event = sch.Submitted(time_s=0.0, sequence=0, request=request)
-    engine, actions = sch.step(engine, event)
-    assert actions == [sch.Finish(sequence=0, reason=reason)]
-    assert not engine.sequences
-
-
-# Faults. --------------------------------------------------------------------
-
-
-@_settings(120)
-@given(SEEDS)
-def test_what_an_older_epoch_sends_is_void(random):
-  """The ring breaks at any moment; verdicts and drafts of before come late, in
-  any order with what follows."""
-  count = random.randint(1, 3)
-  texts = _texts(random, count, 70)
-  requests = [
-    bench.request_of(texts[s], random.randint(1, 6), 20, seed=s)
-    for s in range(count)
-  ]
-  engine = sch.init(
-    _policy(random), bench.costs(8), capacity=90, prefill_rows=3
-  )
-  drafter = bench.drafter_of(
-    texts,
-    right=0.7,
-    size=lambda budget: random.randint(0, budget),
-    random=random,
-  )
-  driver = Watched(engine, drafter)
-  stages = bench.ring(texts, num_stages=2, capacity=90)
-  hops = [collections.deque() for _ in range(3)]
-  stray: list[Returned] = []
-  asked: collections.deque[sch.Draft] = collections.deque()
-  faults, num_void = random.randint(1, 3), 0
-
-  def hear(event):
-    work = driver.handle(event)
-    assert all(run.epoch == driver.engine.epoch for run in work.runs)
-    hops[0].extend((run, None) for run in work.runs)
-    asked.extend(work.drafts)
-
-  for s, request in enumerate(requests):
-    hear(sch.Submitted(time_s=0.0, sequence=s, request=request))
-  while any(hops) or asked or stray:
-    moves = [("hop", i) for i, hop in enumerate(hops) if hop]
-    moves += [("draft", 0)] * bool(asked) + [("stray", 0)] * bool(stray)
-    if faults and random.random() < 0.02:
-      moves = [("fault", 0)]
-    match random.choice(moves):
-      case ("fault", _):
-        faults -= 1
-        before = {s: list(o.tokens) for s, o in driver.outcomes.items()}
-        stray += [returned for returned, _ in hops[2]]
-        for hop in hops:
-          hop.clear()
-        for stage in stages:
-          stage.stage.reset()
-        hear(sch.Faulted(time_s=0.0))
-        # Nothing is taken back, nothing emitted twice.
-        assert before == {s: o.tokens for s, o in driver.outcomes.items()}
-      case ("stray", _):
-        num_void += 1
-        held = {s: list(o.tokens) for s, o in driver.outcomes.items()}
-        returned = stray.pop(random.randrange(len(stray)))
-        hear(sch.Arrived(time_s=0.0, returned=returned))
-        assert held == {s: o.tokens for s, o in driver.outcomes.items()}
-      case ("draft", _):
-        hear(driver.draft(asked.popleft(), 0.0))
-      case ("hop", 2):
-        hear(sch.Arrived(time_s=0.0, returned=hops[2].popleft()[0]))
-      case ("hop", i):
-        out = stages[i].process(*hops[i].popleft())
-        hops[i + 1].append((out.message, out.payload))
-  for s, request in enumerate(requests):
-    outcome = driver.outcomes[s]
-    assert (outcome.tokens, outcome.reason) == bench.plain(
-      texts[s], request, 90
-    )
-  assert driver.done and not driver.engine.runs

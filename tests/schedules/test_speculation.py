@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from wanspec_jax.base import Anchor, Nodes
+from tests.schedules import bench
+from wanspec_jax.base import Anchor
 from wanspec_jax.schedules._speculation import (
   add_child,
   add_nodes,
@@ -17,15 +18,6 @@ from wanspec_jax.schedules._speculation import (
 )
 
 SETTINGS = settings(derandomize=True, deadline=None, max_examples=150)
-
-
-def _nodes(tokens, parents, log_q=None):
-  log_q = [-0.5] * len(tokens) if log_q is None else log_q
-  return Nodes(
-    np.array(tokens, np.int32),
-    np.array(parents, np.int32),
-    np.array(log_q, np.float32),
-  )
 
 
 def _paths(spec):
@@ -57,7 +49,8 @@ def test_random_trees_and_commits(random):
       above = rows[parents[-1]]
       rows.append(None if above is None else (*above, tokens[-1]))
     expected = [p for p in rows[len(anchors) :] if p is not None]
-    assert add_nodes(spec, anchors, _nodes(tokens, parents)) == len(expected)
+    nodes = bench.nodes_of(tokens, parents)
+    assert add_nodes(spec, anchors, nodes) == len(expected)
     for path in expected:
       alive.setdefault(path, None)
     paths = _paths(spec)
@@ -115,7 +108,7 @@ def test_duplicates_are_one_node():
   spec = start(0, (1,), 9)
   root = Anchor(spec.root)
   taken = add_nodes(
-    spec, (root,), _nodes([4, 4, 5, 5], [0, 0, 1, 2], [-1, -2, -1, -3])
+    spec, (root,), bench.nodes_of([4, 4, 5, 5], [0, 0, 1, 2], [-1, -2, -1, -3])
   )
   assert taken == 4 and len(spec.nodes) == 3
   four = spec.nodes[spec.descend((4,))]
@@ -131,7 +124,7 @@ def test_probability_is_that_of_the_path():
   add_nodes(
     spec,
     (Anchor(spec.root),),
-    _nodes([2, 3, 4], [0, 1, 2], np.log([0.5, 0.25, 0.5])),
+    bench.nodes_of([2, 3, 4], [0, 1, 2], np.log([0.5, 0.25, 0.5])),
   )
   at = spec.descend((2, 3, 4))
   assert spec.depth(at) == 3
@@ -143,16 +136,18 @@ def test_probability_is_that_of_the_path():
 def test_a_parent_row_ahead_is_refused_by_name():
   spec = start(0, (1,), 9)
   with pytest.raises(ValueError, match="node 1 has parent row 2"):
-    add_nodes(spec, (Anchor(spec.root),), _nodes([2, 3], [0, 2]))
+    add_nodes(spec, (Anchor(spec.root),), bench.nodes_of([2, 3], [0, 2]))
   with pytest.raises(ValueError, match="parent row -1"):
-    add_nodes(spec, (Anchor(spec.root),), _nodes([2], [-1]))
+    add_nodes(spec, (Anchor(spec.root),), bench.nodes_of([2], [-1]))
 
 
 @pytest.mark.parametrize("log_q", [1e-6, 3.0, float("inf")])
 def test_a_log_probability_above_zero_cannot_outrank_its_parent(log_q):
   """Rounding gives such values; a child must not come before its parent."""
   spec = start(0, (1,), 9)
-  add_nodes(spec, (Anchor(spec.root),), _nodes([2, 3], [0, 1], [-1.0, log_q]))
+  add_nodes(
+    spec, (Anchor(spec.root),), bench.nodes_of([2, 3], [0, 1], [-1.0, log_q])
+  )
   parent, child = spec.descend((2,)), spec.descend((2, 3))
   assert spec.probability(child) <= spec.probability(parent) <= 1.0
 
@@ -160,17 +155,19 @@ def test_a_log_probability_above_zero_cannot_outrank_its_parent(log_q):
 def test_a_log_probability_that_is_no_number_is_refused():
   spec = start(0, (1,), 9)
   with pytest.raises(ValueError, match=r"drafter: .*log_q.*nan"):
-    add_nodes(spec, (Anchor(spec.root),), _nodes([2], [0], [float("nan")]))
+    add_nodes(
+      spec, (Anchor(spec.root),), bench.nodes_of([2], [0], [float("nan")])
+    )
 
 
 def test_a_newer_draft_displaces_what_it_no_longer_names():
   """What an older draft held likely gets what the newer one leaves."""
   spec = start(0, (5,), 100)
   anchors = (spec.anchor(spec.root),)
-  add_nodes(spec, anchors, _nodes([1, 2], [0, 0], np.log([0.8, 0.1]).tolist()))
+  add_nodes(spec, anchors, bench.nodes_of([1, 2], [0, 0], np.log([0.8, 0.1])))
   one, two = (spec.children[spec.root, token] for token in (1, 2))
   below = add_child(spec, one, 4, math.log(0.5))
-  add_nodes(spec, anchors, _nodes([3, 2], [0, 0], np.log([0.7, 0.2]).tolist()))
+  add_nodes(spec, anchors, bench.nodes_of([3, 2], [0, 0], np.log([0.7, 0.2])))
   three = spec.children[spec.root, 3]
   chances = [spec.probability(i) for i in (three, two, one, below.id)]
   np.testing.assert_allclose(chances, [0.7, 0.2, 0.1, 0.05], atol=1e-6)
