@@ -8,6 +8,7 @@ drafter that is right as often as its quality says, more often at some positions
 than at others, and slightly less with each level ahead.
 """
 
+import contextlib
 import dataclasses
 import itertools
 import random
@@ -72,20 +73,27 @@ QUALITIES = (0.3, 0.6, 0.9)
 
 
 def points(quick: bool) -> list[Point]:
-  """Returns the grid; with `quick` eight of its points, each value of each axis
-  among them, which leave out those that take a minute or more: long laps on
-  fast links, where thousands of nodes are in flight."""
+  """Returns the grid; with `quick` twelve of its points: each pair of a lap and
+  a bandwidth, each value of the other axes, and three corners, among them the
+  one where most nodes are in flight."""
   if quick:
     chosen = [
-      (0.02, 1.0, 2, 0.0, 0.3),
-      (0.02, 1.0, 2, 0.0, 0.9),
-      (0.02, 30.0, 8, 0.01, 0.9),
-      (0.02, 1000.0, 8, 0.01, 0.9),
-      (0.2, 1.0, 8, 0.01, 0.6),
-      (0.2, 30.0, 32, 0.0, 0.3),
-      (0.2, 1000.0, 2, 0.01, 0.9),
-      (0.8, 30.0, 2, 0.01, 0.6),
+      (
+        LAPS_S[i],
+        MBPS[j],
+        STAGES[(i + j) % 3],
+        LEVELS_S[(i + j) % 2],
+        QUALITIES[(i + 2 * j) % 3],
+      )
+      for i, j in itertools.product(range(3), repeat=2)
     ]
+    chosen += [
+      (0.8, 1000.0, 8, 0.0, 0.9),
+      (0.02, 1000.0, 8, 0.01, 0.9),
+      (0.02, 1.0, 2, 0.0, 0.9),
+    ]
+    # The dear ones first, or a worker is left alone with the last of them.
+    chosen.sort(key=lambda point: -point[0] * point[1] * point[4])
   else:
     axes = (LAPS_S, MBPS, STAGES, LEVELS_S, QUALITIES)
     chosen = list(itertools.product(*axes))
@@ -146,6 +154,10 @@ def costs_of(point: Point) -> tuple[StageProfile, sch.Costs]:
   )
 
 
+class _TooSlow(Exception):
+  """A text cannot be as fast any more as it has to be."""
+
+
 def rate(
   point: Point,
   policy: sch.Policy,
@@ -153,11 +165,30 @@ def rate(
   tokens: int,
   skip: int = 33,
   seed: int = 0,
+  least: float = 0.0,
 ) -> float:
-  """Returns virtual tokens per second from token `skip` on; see `session`."""
-  result = session(point, policy, tokens=tokens, seed=seed)
-  times = result.outcomes[0].emitted_s
-  return (tokens - 1 - skip) / (times[-1] - times[skip])
+  """Returns virtual tokens per second from token `skip` on; see `session`.
+
+  What turns out to be slower than `least` is given up: as soon as that is
+  certain, or when it has half of the tokens and 0.7 of the pace. Its rate is
+  then that of the part which was played, and less than `least`.
+  """
+  emitted_s: list[float] = []
+
+  def note(times_s: list[float]) -> None:
+    emitted_s[:] = times_s
+    done = len(times_s) - 1 - skip
+    if done <= 0 or not least:
+      return
+    spent_s = times_s[-1] - times_s[skip]
+    due_s = (tokens - 1 - skip) / least
+    is_hopeless = 2 * done >= tokens and done < 0.7 * least * spent_s
+    if spent_s > due_s or is_hopeless:
+      raise _TooSlow
+
+  with contextlib.suppress(_TooSlow):
+    session(point, policy, tokens=tokens, seed=seed, on_emit=note)
+  return (len(emitted_s) - 1 - skip) / (emitted_s[-1] - emitted_s[skip])
 
 
 def session(
@@ -168,10 +199,12 @@ def session(
   seed: int = 0,
   trace: bool = False,
   recording: Recording | None = None,
+  on_emit: Callable[[list[float]], None] | None = None,
 ) -> SessionResult:
   """Returns what one text of so many tokens leaves behind.
 
-  All policies meet the same text and the same drafts.
+  All policies meet the same text and the same drafts. `on_emit` is told the
+  times of all tokens so far, at each verdict that brings some.
 
   Raises:
     RuntimeError: if the text is not the target's.
@@ -203,7 +236,13 @@ def session(
   request = sch.Request(
     prompt=tuple(text[:_PROMPT]), max_new_tokens=tokens, sampling=Sampling()
   )
-  driver = Driver(engine, drafter, recording=recording)
+
+  def emitted(sequence: int, tokens: tuple[int, ...]) -> None:
+    del tokens
+    if on_emit is not None:
+      on_emit(driver.outcomes[sequence].emitted_s)
+
+  driver = Driver(engine, drafter, on_emit=emitted, recording=recording)
   result = world.run(driver, [(0.0, request)])
   if result.outcomes[0].tokens != text[_PROMPT : _PROMPT + tokens]:
     raise RuntimeError(f"{policy.name} on {point.name()}: the text differs")

@@ -39,7 +39,7 @@ class Config:
     workers: processes.
     published: simulate the published set-ups.
     grid: sweep the grid.
-    quick: 8 cheap points of the grid, 4 texts, short published runs.
+    quick: 12 points of the grid, 4 texts, short published runs.
     out: run directory.
   """
 
@@ -121,10 +121,15 @@ def measure(point: _grid.Point, tokens: int, texts: int) -> dict[str, Any]:
   """
   rate = functools.partial(_grid.rate, point, tokens=tokens)
   makes = sweeps(point)
-  rates = {
-    policy: {name: rate(make()) for name, make in settings.items()}
-    for policy, settings in makes.items()
-  }
+  rates: dict[str, dict[str, float]] = {}
+  fastest = 0.0
+  for policy, settings in makes.items():
+    rates[policy] = {}
+    for name, make in settings.items():
+      # Neither its policy's best nor close to the best of all: not wanted.
+      least = min(max(rates[policy].values(), default=0.0), _CLOSE * fastest)
+      rates[policy][name] = rate(make(), least=least)
+      fastest = max(fastest, rates[policy][name])
   ranked = sorted(
     (
       (value, policy, name)
