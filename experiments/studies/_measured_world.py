@@ -1,14 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The schedules of rings that others measured, and what a simulation counts."""
+"""Rings that others measured, and what a simulation on them counts."""
 
 import dataclasses
+import itertools
 import random
+from collections.abc import Sequence
 from typing import Any
 
 import drafters
 from experiments.studies._published_world import World
 from wanspec_jax import schedules as sch
 from wanspec_jax import wire
+from wanspec_jax.base import Drafter
+from wanspec_jax.links import StageProfile
 from wanspec_jax.messages import Sampling
 from wanspec_jax.worlds import (
   Driver,
@@ -22,16 +26,93 @@ _VOCAB = 64
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class MeasuredWorld(World):
+  """A measured ring.
+
+  Attributes:
+    row_share: what each further row adds to a run at a stage, as a share of
+      that stage's time for one row; on top of `row_s`.
+  """
+
+  row_share: float = 0.0
+
+  def profile(self) -> StageProfile:
+    """Returns the stages' times by number of rows."""
+    flat = super().profile()
+    rows = tuple(range(1, flat.buckets[-1] + 1))
+    return dataclasses.replace(
+      flat,
+      buckets=rows,
+      seconds=tuple(
+        tuple(t + (n - 1) * (self.row_s + t * self.row_share) for n in rows)
+        for t in self.stage_s
+      ),
+    )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Quality:
+  """How often a drafter is right, given that all before it was.
+
+  Attributes:
+    by_index: of the drafts of one block, first to last; no block is longer.
+    refilled: the same for drafts that extend what is in flight already. By
+      default those of `block`, whose refills draft their whole prefix anew.
+  """
+
+  by_index: tuple[float, ...]
+  refilled: tuple[float, ...]
+
+  @classmethod
+  def block(cls, by_index: Sequence[float]) -> "Quality":
+    """Returns that of a drafter that makes one block from one hidden state.
+
+    What a block adds behind tokens in flight follows from its own prefix, not
+    from theirs. If it drafts that anew, its last draft fits with the product of
+    all acceptances up to its index.
+    """
+    anew = itertools.accumulate(by_index, lambda a, b: a * b)
+    return cls(by_index=tuple(by_index), refilled=tuple(anew))
+
+  @classmethod
+  def chain(cls, alpha: float, length: int = 64) -> "Quality":
+    """Returns that of a model which drafts on from whatever is in flight."""
+    return cls(by_index=(alpha,) * length, refilled=(alpha,) * length)
+
+  def drafter(self, text: Sequence[int], seed: int) -> Drafter:
+    """Returns such a drafter of a text."""
+
+    def make(by_index: tuple[float, ...]) -> Drafter:
+      return drafters.synthetic(
+        text,
+        # A table goes on with its last row: no block is longer.
+        acceptance=[[a] for a in (*by_index, 0.0)],
+        vocab_size=_VOCAB,
+        seed=seed,
+      )
+
+    first, later = make(self.by_index), make(self.refilled)
+
+    def expand(state, anchors, budget, levels=None):
+      beyond = any(anchor.path for anchor in anchors)
+      return (later if beyond else first).expand(state, anchors, budget, levels)
+
+    return Drafter("measured", first.init, expand, first.rebase, first.observe)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Counters:
   """What a run of a measured system reports.
 
   Attributes:
     tokens_per_s: after the first token.
     frames_per_token: launched runs ÷ tokens.
-    stale_per_token: runs whose nodes did not become text ÷ tokens.
+    stale_per_token: rows that did not become text ÷ tokens.
     tokens_per_cancel: tokens ÷ drafted tokens that were tested and wrong.
     in_flight_fill: runs in flight, stale ones among them, time average.
-    in_flight_max: most runs in flight that were not stale.
+    alive_fill: runs in flight that are not stale, time average.
+    alive_mean: the same, average over verdicts, right before each.
+    alive_max: most of them at once.
     tokens_per_round: tokens ÷ verdicts that emitted any.
   """
 
@@ -40,88 +121,16 @@ class Counters:
   stale_per_token: float
   tokens_per_cancel: float
   in_flight_fill: float
-  in_flight_max: int
+  alive_fill: float
+  alive_mean: float
+  alive_max: int
   tokens_per_round: float
-
-
-def frames(block: int, limit: int, *, floor: int = 1) -> sch.Policy:
-  """Returns DeepSeek-V4's schedule in `leyten/shard`: single-position frames.
-
-  One hidden state yields one block of drafts; root and block go out one node
-  per frame, and the next block is drafted when the pipe has drained to the
-  frontier.
-
-  Args:
-    block: drafts per block.
-    limit: frames in flight that are not stale, at most.
-    floor: more than 1 refills before the pipe drains: while fewer frames than
-      this are alive, the drafter is asked again, from the newest hidden state
-      that is back, and what goes beyond the frontier is one node.
-  """
-
-  def decide(spec, pipe, time_s):
-    del pipe, time_s
-    if spec.drafting:
-      return None
-    if not spec.root_launched:
-      if spec.drafted_root != spec.root and spec.remaining > 1:
-        return sch.Grow((spec.anchor(spec.root),), block, block)
-      return sch.Send(())
-    alive = sum(any(i in spec.nodes for i in f.ids) for f in spec.flights)
-    if alive < limit and (ready := spec.launchable(1)):
-      return sch.Send(tuple(ready))
-    if alive < floor and floor > 1 and not spec.launchable(1):
-      deepest = max(spec.nodes.values(), key=lambda node: node.position)
-      if deepest.position - spec.nodes[spec.root].position < spec.remaining - 1:
-        return sch.Grow((spec.anchor(deepest.id),), 1, 1)
-    return None
-
-  return sch.Policy(f"frames({block}, {limit}, {floor})", decide, 4096)
-
-
-def chunks(length: int, depth: int) -> sch.Policy:
-  """Returns `leyten/shard`'s chunk pipelining: chains of several positions.
-
-  A chunk of `length` drafts follows the token before it; the next one follows
-  the last draft. One that is not accepted in full voids all behind it. At depth
-  1 it is the synchronous chain.
-
-  Args:
-    length: drafts per chunk; `length + 1` positions.
-    depth: chunks in flight.
-  """
-
-  def decide(spec, pipe, time_s):
-    del pipe, time_s
-    if spec.drafting:
-      return None
-    ready = spec.launchable(length + 1)
-    if not spec.root_launched:
-      need = min(length, spec.remaining - 1)
-      if len(ready) < need and spec.drafted_root != spec.root:
-        return sch.Grow((spec.anchor(spec.root),), length, length)
-      return sch.Send(tuple(ready[:length]))
-    alive = sum(any(i in spec.nodes for i in f.ids) for f in spec.flights)
-    if alive >= depth:
-      return None
-    deepest = max(spec.nodes.values(), key=lambda node: node.position)
-    reach = deepest.position - spec.nodes[spec.root].position
-    if len(ready) <= length and reach < spec.remaining - 1:
-      return sch.Grow((spec.anchor(deepest.id),), length + 1, length + 1)
-    return sch.Send(tuple(ready)) if ready else None
-
-  return sch.Policy(f"chunks({length}, {depth})", decide, 4096)
-
-
-def plain() -> sch.Policy:
-  """Returns decoding without drafts."""
-  return sch.lockstep(lambda gains, lap_s: 0, max_nodes=0)
 
 
 def count(
   world: World,
   policy: sch.Policy,
-  acceptance: Any,
+  quality: Quality,
   *,
   tokens: int,
   seed: int = 0,
@@ -131,10 +140,12 @@ def count(
   Args:
     world: where.
     policy: how.
-    acceptance: marginals as `drafters.synthetic` takes them; by depth they are
-      conditional on the node before.
+    quality: of the drafter.
     tokens: length of the text; the measured ones are short, and scatter.
     seed: of text and acceptance.
+
+  Raises:
+    RuntimeError: what was decoded is not the target's text.
   """
   rng = random.Random(seed)
   text = tuple(rng.choices(range(_VOCAB), k=tokens + 300))
@@ -152,9 +163,7 @@ def count(
   recording = Recording()
   driver = Driver(
     sch.init(policy, world.costs(), capacity=capacity, prefill_rows=1),
-    drafters.synthetic(
-      text[1:], acceptance=acceptance, vocab_size=_VOCAB, seed=seed
-    ),
+    quality.drafter(text[1:], seed),
     recording=recording,
   )
   request = sch.Request(
@@ -168,19 +177,22 @@ def count(
 
 def _counters(recording: Recording, outcome: Any, tokens: int) -> Counters:
   alive: set[int] = set()
-  in_flight, launched, rows, largest = 0, 0, 0, 0
-  area, last_s = 0.0, outcome.emitted_s[0]
+  in_flight, launched, rows = 0, 0, 0
+  area, alive_area, before_s = 0.0, 0.0, outcome.emitted_s[0]
+  seen: list[int] = []
   end_s = outcome.emitted_s[-1]
-  rounds = outcome.rounds
-  verdicts = iter(rounds)
+  verdicts = iter(outcome.rounds)
   for event, actions in recording.steps:
     if event.time_s > end_s:
       break
-    if event.time_s > last_s:
-      area += in_flight * (event.time_s - last_s)
-      last_s = event.time_s
+    if event.time_s > before_s:
+      area += in_flight * (event.time_s - before_s)
+      alive_area += len(alive) * (event.time_s - before_s)
+      before_s = event.time_s
     if isinstance(event, sch.Arrived):
       in_flight -= 1
+      if event.returned.run_id in alive:
+        seen.append(len(alive))
       alive.discard(event.returned.run_id)
     for action in actions:
       if isinstance(action, sch.Emit):
@@ -193,14 +205,21 @@ def _counters(recording: Recording, outcome: Any, tokens: int) -> Counters:
           launched += 1
           rows += action.run.num_rows
           alive.add(action.run.run_id)
-          largest = max(largest, len(alive))
-  wrong = sum(r.tested > r.accepted for r in rounds)
+  wrong = sum(r.tested > r.accepted for r in outcome.rounds)
+  took_s = end_s - outcome.emitted_s[0]
   return Counters(
-    tokens_per_s=(tokens - 1) / (end_s - outcome.emitted_s[0]),
+    tokens_per_s=(tokens - 1) / took_s,
     frames_per_token=launched / tokens,
     stale_per_token=(rows - tokens) / tokens,
     tokens_per_cancel=tokens / max(wrong, 1),
-    in_flight_fill=area / (end_s - outcome.emitted_s[0]),
-    in_flight_max=largest,
-    tokens_per_round=tokens / len(rounds),
+    in_flight_fill=area / took_s,
+    alive_fill=alive_area / took_s,
+    alive_mean=sum(seen) / len(seen),
+    alive_max=max(seen),
+    tokens_per_round=tokens / len(outcome.rounds),
   )
+
+
+def priced(world: World, quality: Quality, tokens: int) -> float:
+  """Returns the tokens/s of `priced` on a ring with the same drafter."""
+  return count(world, sch.priced(), quality, tokens=tokens).tokens_per_s

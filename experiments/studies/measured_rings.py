@@ -4,16 +4,16 @@
 Virtual time. Seven sets of measurements (docs/measured-rings.md) are simulated
 under the schedule that each system ran, at inputs marked published, derived or
 assumed. A figure counts if none of its inputs was derived from it and is within
-if it lies at most 15% off; orderings are those beyond the stated noise. Last,
-the same rings under `priced`.
+if it lies at most 15% off. Orderings are counted by pairs: any two arms of a
+sweep that differ by more than its stated noise, and runs with identical
+counters. Last, the same rings under `priced`.
 
 Last line: `within15=k/n orderings=k/n priced_gain=…`, the latter the geometric
-mean of `priced` over the measured system's best setting, both here.
+mean over rings of `priced` over the measured system's best setting, both here.
 """
 
 import concurrent.futures
 import dataclasses
-import math
 import multiprocessing
 import pathlib
 from typing import Any
@@ -22,8 +22,8 @@ import matplotlib.figure
 import rich.console
 
 from experiments._rundir import write_json
-from experiments.studies import _measured_cases
-from experiments.studies._measured_cases import Result
+from experiments.studies import _measured_cases, _measured_figure
+from experiments.studies._measured_figure import Result
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -54,7 +54,7 @@ def run(config: Config) -> dict[str, Any]:
     results = list(
       pool.map(_measured_cases.run_case, names, [tokens] * len(names))
     )
-  text = markdown(dict(zip(names, results, strict=True)))
+  text = markdown(results)
   rich.console.Console().print(text, markup=False, soft_wrap=True)
   (config.out / "measured_rings.md").write_text(text)
   write_json(
@@ -67,53 +67,61 @@ def run(config: Config) -> dict[str, Any]:
   _draw(results, config.out / "measured_rings.png")
   counted = [f for r in results for f in r.figures if f.counts]
   orderings = [o for r in results for o in r.orderings]
-  gains = [r.priced / r.best for r in results if r.best > 0]
+  pairs = sum(len(o.pairs) for o in orderings)
+  held = pairs - sum(len(o.wrong) for o in orderings)
   return {
     "within15": f"{sum(f.is_within for f in counted)}/{len(counted)}",
-    "orderings": f"{sum(o.holds for o in orderings)}/{len(orderings)}",
-    "priced_gain": math.exp(sum(map(math.log, gains)) / len(gains)),
+    "orderings": f"{held}/{pairs}",
+    "priced_gain": _measured_figure.mean_gain(
+      [gain for r in results for gain in r.gains]
+    ),
   }
 
 
-def markdown(results: dict[str, Result]) -> str:
-  """Returns all figures, orderings and inputs as tables."""
+def markdown(results: list[Result]) -> str:
+  """Returns all figures, orderings, inputs and gains as tables."""
   lines = [
     "| ring | figure | measured | ours | ratio | verdict |",
     "|---|---|---|---|---|---|",
   ]
-  for result in results.values():
-    for f in result.figures:
-      verdict = "within" if f.is_within else "off"
-      if not f.counts:
-        verdict = f"not counted, {verdict}"
-      lines.append(
-        f"| {f.case} | {f.name} | {f.measured:.4g} | {f.ours:.4g} | "
-        f"{f.ours / f.measured:.2f} | {verdict} |"
-      )
-  lines += ["", "| ring | ordering | holds |", "|---|---|---|"]
-  for result in results.values():
-    lines += [
-      f"| {o.case} | {o.claim} | {'yes' if o.holds else 'no'} |"
-      for o in result.orderings
-    ]
+  figures = [f for result in results for f in result.figures]
+  for f in figures:
+    verdict = "within" if f.is_within else "off"
+    if not f.counts:
+      verdict = f"not counted, {verdict}"
+    lines.append(
+      f"| {f.case} | {f.name} | {f.measured:.4g} | {f.ours:.4g} | "
+      f"{f.ours / f.measured:.2f} | {verdict} |"
+    )
+  lines += [
+    "",
+    "| ring | pairs of | that differ by | in order | not so here |",
+    "|---|---|---|---|---|",
+  ]
+  for o in (o for result in results for o in result.orderings):
+    wrong = "; ".join(f"{less} < {more}" for less, more in o.wrong)
+    held = len(o.pairs) - len(o.wrong)
+    lines.append(
+      f"| {o.case} | {o.what} | {o.rule} | {held}/{len(o.pairs)} | {wrong} |"
+    )
   lines += ["", "| ring | input | mark |", "|---|---|---|"]
   marks = {
     (f.case, name, mark): None
-    for result in results.values()
-    for f in result.figures
+    for f in figures
     for name, mark in f.inputs.items()
   }
   lines += [f"| {case} | {name} | {mark} |" for case, name, mark in marks]
   lines += [
     "",
-    "| ring | best measured setting, here | `priced`, here | gain |",
-    "|---|---|---|---|",
+    "| ring | text or lap | best measured setting, here | `priced`, here | "
+    "gain |",
+    "|---|---|---|---|---|",
   ]
   lines += [
-    f"| {name} | {r.best:.3g} tokens/s | {r.priced:.3g} tokens/s | "
-    f"{r.priced / r.best:.2f} |"
-    for name, r in results.items()
-    if r.best > 0
+    f"| {g.case} | {g.where} | {g.best:.3g} tokens/s | {g.priced:.3g} tokens/s "
+    f"| {g.priced / g.best:.2f} |"
+    for result in results
+    for g in result.gains
   ]
   return "\n".join(lines) + "\n"
 

@@ -54,7 +54,7 @@ class Pricing:
 
   pool: int = 64
   ahead: int = 96
-  min_probability: float = 1e-4
+  min_probability: float = 1e-6
   draft_width: int = 16
   slack: float = 0.05
 
