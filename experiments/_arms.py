@@ -187,7 +187,7 @@ def profile_of(
   )
 
 
-# `suffix` makes 64 nodes in 1 to 1.7 ms on this CPU (docs/drafters.md).
+# `suffix` makes 64 nodes in 1 to 1.7 ms on a core of docs/results.md.
 DRAFT_S_PER_NODE = 2.5e-5
 
 

@@ -24,6 +24,7 @@ from wanspec_jax.worlds import (
   VirtualRing,
   load_stage,
   local_cluster,
+  verifier_of,
 )
 
 _PROFILE_REPEATS = 5  # timed calls per bucket, virtual world
@@ -130,6 +131,10 @@ async def open_session(
       decides which cache sizes are compiled beforehand.
     profile_length: length whose cache size stages are timed at, over sockets;
       `max_length` by default.
+
+  Raises:
+    ValueError: the ring's verifier cannot sample as the settings say.
+    SessionFault: naming the stage that failed, and why.
   """
   say = rich.console.Console(stderr=True, highlight=False).print
   async with contextlib.AsyncExitStack() as stack:
@@ -137,6 +142,8 @@ async def open_session(
       cluster = Cluster.from_toml(settings.cluster)
     else:
       cluster = make_cluster(settings)
+    # A stage that refused it would count as one that failed.
+    verifier_of(cluster).check(settings.sampling)
     shape = cluster.shape
     hops = settings.links.hops(cluster.num_stages)
     spare = settings.speculate.max_nodes

@@ -182,5 +182,9 @@ def load_config(name: str) -> Decode:
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    return module.get_config()
+    make = getattr(module, "get_config", None)
+    config = make() if callable(make) else None
+    if not isinstance(config, Decode):
+      raise ValueError(f"--config {name}: must have get_config() -> Decode")
+    return config
   raise ValueError(f"--config {name}: must be one of {known} or a .py file")

@@ -11,6 +11,7 @@ certificate per name. Copy to each host `ca.pem` and its own `NAME.pem` and
 
 import dataclasses
 import pathlib
+import sys
 
 import tyro
 
@@ -71,4 +72,7 @@ def main(config: Config) -> list[pathlib.Path]:
 
 
 if __name__ == "__main__":
-  main(tyro.cli(Config))
+  try:
+    main(tyro.cli(Config))
+  except (ValueError, OSError) as error:
+    sys.exit(f"experiments.keys: {error}")

@@ -105,6 +105,7 @@ def test_virtual_world_decodes_the_same_in_as_many_laps(ring, tmp_path):
     (("--codec", "zip"), "zip"),
     (("--stages", "31"), "30 layers"),
     (("--no-such-option",), "no-such-option"),
+    (("--verifier", "greedy", "--temperature", "0.8"), "greedy verifier"),
   ],
 )
 def test_wrong_input_is_named_without_a_traceback(arguments, message, capsys):
@@ -113,6 +114,35 @@ def test_wrong_input_is_named_without_a_traceback(arguments, message, capsys):
   captured = capsys.readouterr()
   assert ended.value.code not in (0, None)
   assert message in f"{ended.value.code}{captured.out}{captured.err}"
+
+
+def test_a_configuration_file_without_a_configuration_is_named(tmp_path):
+  path = tmp_path / "mine.py"
+  for text in ("", "get_config = 1", "def get_config():\n  return 1"):
+    path.write_text(text)
+    with pytest.raises(SystemExit, match=r"mine\.py: must have get_config"):
+      main(["--config", str(path)])
+
+
+def test_keys_reports_without_a_traceback(tmp_path):
+  done = subprocess.run(
+    [
+      sys.executable,
+      "-m",
+      "experiments.keys",
+      "--dir",
+      str(tmp_path),
+      "--hosts",
+      "A_B=192.0.2.1",
+    ],
+    cwd=ROOT,
+    capture_output=True,
+    text=True,
+    timeout=60,
+    check=False,
+  )
+  assert done.returncode == 1 and "Traceback" not in done.stderr
+  assert done.stderr.startswith("experiments.keys: ") and "A_B" in done.stderr
 
 
 def test_the_command_line_reports_without_a_traceback():

@@ -5,8 +5,7 @@ import functools
 import random as random_lib
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given
 
 import drafters
 from tests.schedules import bench
@@ -21,16 +20,13 @@ TOKENS = 320
 SKIP = 33  # the calibration's first steps
 
 
-@settings(derandomize=True, deadline=None, max_examples=60)
-@given(st.integers(0, 2**32).map(random_lib.Random))
+@bench.examples(60)
+@given(bench.SEEDS)
 def test_any_interleaving_gives_the_plain_text(random):
   """No clock here: what the policy expects of time is always wrong."""
   count = random.randint(1, 3)
   capacity = random.choice([40, 120])
-  texts = {
-    s: [random.randrange(bench.VOCAB) for _ in range(capacity + 12)]
-    for s in range(count)
-  }
+  texts = bench.random_texts(random, count, capacity + 12)
   requests = [
     bench.request_of(texts[s], random.randint(1, 6), 20, seed=s)
     for s in range(count)
@@ -49,10 +45,7 @@ def test_any_interleaving_gives_the_plain_text(random):
   )
   stages = bench.ring(texts, num_stages=2, capacity=capacity)
   session = bench.play(Driver(engine, drafter), stages, requests, random)
-  for s, request in enumerate(requests):
-    tokens, reason = bench.plain(texts[s], request, capacity)
-    outcome = session.driver.outcomes[s]
-    assert (outcome.tokens, outcome.reason) == (tokens, reason)
+  bench.assert_plain(session.driver, requests, texts, capacity)
 
 
 def _acceptance(quality, seed):

@@ -143,6 +143,7 @@ def test_round_trip(
     ("gpu-b", "coordinator", "StageHost.name = 'coordinator'"),
     ("gpu-b", "ca", "StageHost.name = 'ca'"),
     ('"gpu-b"', "1", "StageHost.name = 1"),
+    ('"gpu-b"', '["gpu-b"]', r"StageHost.name = \['gpu-b'\]"),
     ('"localhost"', '"127.0.0.1"', "addresses .* must differ"),
     ('"localhost"', '"192.0.2.7"', "gpu-b is at '192.0.2.7'"),
     ('"localhost"', '"127.example.com"', "gpu-b is at '127.example.com'"),

@@ -10,6 +10,7 @@ from wanspec_jax.worlds._driver import SessionResult as SessionResult
 from wanspec_jax.worlds._driver import Span as Span
 from wanspec_jax.worlds._local import load_stage as load_stage
 from wanspec_jax.worlds._local import local_cluster as local_cluster
+from wanspec_jax.worlds._local import verifier_of as verifier_of
 from wanspec_jax.worlds._mirror import Mirror as Mirror
 from wanspec_jax.worlds._recording import Difference as Difference
 from wanspec_jax.worlds._recording import Recording as Recording

@@ -85,7 +85,7 @@ def _address_rules(
     ),
     (
       "name",
-      host.name not in _TAKEN_NAMES,
+      not isinstance(host.name, str) or host.name not in _TAKEN_NAMES,
       f"{sorted(_TAKEN_NAMES)} are taken",
     ),
     ("host", _is_text(host.host), "must be a name or address"),

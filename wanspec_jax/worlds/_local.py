@@ -81,6 +81,11 @@ def local_cluster(
   )
 
 
+def verifier_of(cluster: Cluster) -> verify.Verifier:
+  """Returns the rule by which the ring's last stage draws."""
+  return {"race": verify.race, "greedy": verify.greedy}[cluster.verifier]()
+
+
 def load_stage(cluster: Cluster, index: int) -> Stage:
   """Returns a stage with its own layers loaded, nothing compiled yet.
 
@@ -106,7 +111,6 @@ def load_stage(cluster: Cluster, index: int) -> Stage:
     num_layers=count,
     dtype=jnp.dtype(cluster.dtype),
   )
-  verifiers = {"race": verify.race, "greedy": verify.greedy}
   return Stage(
     config=config,
     params=params,
@@ -114,5 +118,5 @@ def load_stage(cluster: Cluster, index: int) -> Stage:
     codec_in=None if params.embed is not None else codecs.parse(cluster.codec),
     codec_out=None if params.head is not None else codecs.parse(cluster.codec),
     rollback=mask_rollback(),
-    verifier=verifiers[cluster.verifier](),
+    verifier=verifier_of(cluster),
   )
