@@ -255,7 +255,7 @@ def _sized(gains: Any, lap_s: Callable[[int], float]) -> int:
 
 def lockstep_policies(point: Point) -> list[tuple[str, sch.Policy]]:
   """Returns lockstep at every size (and depth, where levels cost time)."""
-  out = [("0", sch.lockstep(lambda g, t: 0, max_nodes=0))]
+  out = [("0", sch.lockstep(0))]
   depths: Sequence[int | None] = (1, 2, 4, 8) if point.level_s else (None,)
   for depth in depths:
     suffix = "" if depth is None else f"/{depth}"
@@ -267,11 +267,5 @@ def lockstep_policies(point: Point) -> list[tuple[str, sch.Policy]]:
     )
     for size in (1, 2, 4, 8, 16, 32, 63):
       if depth is None or depth <= size:
-        out.append((f"{size}{suffix}", _fixed(size, depth)))
+        out.append((f"{size}{suffix}", sch.lockstep(size, levels=depth)))
   return out
-
-
-def _fixed(size: int, depth: int | None) -> sch.Policy:
-  return sch.lockstep(
-    lambda gains, lap_s: min(size, len(gains)), max_nodes=size, levels=depth
-  )

@@ -7,7 +7,7 @@ from typing import Any
 
 from experiments.studies import _measured_figure as base
 from experiments.studies._measured_figure import Figure, Gain, Result
-from experiments.studies._measured_policies import chunks, plain
+from experiments.studies._measured_policies import chunks
 from experiments.studies._measured_world import (
   MeasuredWorld,
   Quality,
@@ -85,7 +85,7 @@ def paper_bench(data: dict[str, Any], tokens: int) -> Result:
       cell = arm["label"].split(" / ")[0]
       where = _paper_world(others, position_s, 1 if kind == "plain" else 9)
       if kind == "plain":
-        policy, quality = plain(), _NO_DRAFTS
+        policy, quality = sch.lockstep(0), _NO_DRAFTS
       else:
         policy = chunks(8, 1)
         quality = Quality.chain(acceptance_for(arm["tokens_per_round"], 8), 8)
@@ -237,7 +237,7 @@ def glm_ladder(data: dict[str, Any], tokens: int) -> Result:
   }
   accepted = {"acceptance 0.97": "published (1.94 of 2)"}
   runs = (
-    ("plain, relay", ("relay", slow_s), plain(), alone, {}),
+    ("plain, relay", ("relay", slow_s), sch.lockstep(0), alone, {}),
     ("chain of 6, relay", ("relay", slow_s), chunks(6, 1), alone, chained),
     ("chain of 6, direct", ("direct", slow_s), chunks(6, 1), alone, chained),
     ("chunks of 2, depth 6", ("direct", slow_s), chunks(2, 6), easy, accepted),
@@ -275,7 +275,7 @@ def glm_ladder(data: dict[str, Any], tokens: int) -> Result:
 
 def _plain_rate(stage_s: Sequence[float], delay_s: Sequence[float]) -> float:
   world = MeasuredWorld(stage_s=tuple(stage_s), delay_s=tuple(delay_s))
-  return count(world, plain(), _NO_DRAFTS, tokens=40).tokens_per_s
+  return count(world, sch.lockstep(0), _NO_DRAFTS, tokens=40).tokens_per_s
 
 
 def slopes(data: dict[str, Any], tokens: int) -> Result:

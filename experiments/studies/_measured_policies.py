@@ -98,8 +98,3 @@ def chunks(length: int, depth: int) -> sch.Policy:
     return sch.Send(tuple(ready)) if ready else None
 
   return sch.Policy(f"chunks({length}, {depth})", decide, 4096, cancels=False)
-
-
-def plain() -> sch.Policy:
-  """Returns decoding without drafts."""
-  return sch.lockstep(lambda gains, lap_s: 0, max_nodes=0)

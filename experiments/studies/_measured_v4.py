@@ -8,7 +8,7 @@ from typing import Any
 
 from experiments.studies import _measured_figure as base
 from experiments.studies._measured_figure import Figure, Gain, Result
-from experiments.studies._measured_policies import frames, plain
+from experiments.studies._measured_policies import frames
 from experiments.studies._measured_world import (
   Counters,
   MeasuredWorld,
@@ -120,7 +120,7 @@ def nordic(data: dict[str, Any], tokens: int) -> Result:
         )
       }
       figures += _figures("Nordic", name, extra, inputs)
-      alone = count(where, plain(), quality, tokens=48).tokens_per_s
+      alone = count(where, sch.lockstep(0), quality, tokens=48).tokens_per_s
       both |= extra | {"plain": (measured_plain, whole_rate(alone))}
     orderings.append(base.ordered("Nordic", name, both, noise))
   orderings.append(
@@ -240,7 +240,10 @@ def ten_boxes(data: dict[str, Any], tokens: int) -> Result:
     out = {}
     for stages in (10, 6):
       where = world(stages, hop_s)
-      for kind, policy in (("plain", plain()), ("block 5", frames(5, 16))):
+      for kind, policy in (
+        ("plain", sch.lockstep(0)),
+        ("block 5", frames(5, 16)),
+      ):
         measured = next(
           a["tokens_per_s"]
           for a in ring["arms"]

@@ -94,9 +94,7 @@ class Speed:
 
 def fixed(num_nodes: int) -> sch.Policy:
   """Returns lockstep with a chain of so many nodes per lap; 0 is plain."""
-  return sch.lockstep(
-    lambda gains, lap_s: len(gains), max_nodes=num_nodes, levels=num_nodes
-  )
+  return sch.lockstep(num_nodes, levels=num_nodes)
 
 
 def in_shares(acceptance: float, length: int, seed: int):

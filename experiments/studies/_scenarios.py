@@ -38,7 +38,7 @@ _ROW_BYTES = 8
 
 POLICIES: dict[str, Callable[[random.Random], sch.Policy]] = {
   "priced": lambda r: sch.priced(),
-  "lockstep": lambda r: _lockstep(r.choice([1, 4, 16])),
+  "lockstep": lambda r: sch.lockstep(r.choice([1, 4, 16])),
   "continuous": lambda r: sch.continuous(
     nodes=r.choice([1, 2, 4]),
     width=r.choice([1, 2]),
@@ -64,12 +64,6 @@ POLICIES: dict[str, Callable[[random.Random], sch.Policy]] = {
     nodes=r.choice([4, 16]), depth=r.choice([2, 5])
   ),
 }
-
-
-def _lockstep(size: int) -> sch.Policy:
-  return sch.lockstep(
-    lambda gains, lap_s: min(size, len(gains)), max_nodes=size
-  )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -372,7 +366,7 @@ def play(seed: int) -> dict[str, Any]:
         jitter_seed=count,
       )
       spent_s += _timed_s(one, texts, policy_of(case), report)
-      plain_s += _timed_s(one, texts, _lockstep(0), report)
+      plain_s += _timed_s(one, texts, sch.lockstep(0), report)
       count += 1
       if spent_s and plain_s / spent_s < _NEAR:
         if case.has_foul_weather:

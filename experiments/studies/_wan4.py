@@ -123,13 +123,6 @@ def median_lap_s(outcomes: Sequence[Outcome]) -> float:
   )
 
 
-def lockstep(size: int, levels: int | None = None) -> sch.Policy:
-  """Returns lockstep with trees of one size; 0 is plain decoding."""
-  return sch.lockstep(
-    lambda gains, lap_s: min(size, len(gains)), max_nodes=size, levels=levels
-  )
-
-
 def costs_of(
   cluster: Cluster, condition: Condition, lap_ms: float, profile: StageProfile
 ) -> sch.Costs:

@@ -277,7 +277,7 @@ async def _plain(
   outcomes = []
   for i in range(len(requests)):
     result = await bench.decode(
-      condition, _wan4.lockstep(0), [i], (0,), sch.Calibration()
+      condition, sch.lockstep(0), [i], (0,), sch.Calibration()
     )
     outcomes.append(result.outcomes[0])
   return outcomes
@@ -307,7 +307,7 @@ async def _compare(
   scouted = await asyncio.to_thread(
     lambda: sorted(
       (
-        (scout(_wan4.lockstep(size, levels)).tokens_per_s, size, levels)
+        (scout(sch.lockstep(size, levels=levels)).tokens_per_s, size, levels)
         for size in _wan4.SIZES
         for levels in depths
       ),
@@ -318,7 +318,7 @@ async def _compare(
   virtual = await asyncio.to_thread(scout, sch.priced())
   policies = {
     f"lockstep {size}" + (f", {levels} levels" if levels else ""): (
-      _wan4.lockstep(size, levels)
+      sch.lockstep(size, levels=levels)
     )
     for _, size, levels in scouted[: config.settings]
   }
@@ -365,7 +365,7 @@ async def _four(
   """
   which = sorted(range(len(texts)), key=lambda i: -len(texts[i]))[:4]
   figures: dict[str, Any] = {"same": 0, "texts": 0}
-  for name, policy in (("", sch.priced()), ("_plain", _wan4.lockstep(0))):
+  for name, policy in (("", sch.priced()), ("_plain", sch.lockstep(0))):
     alone = []
     for i in which:
       result = await bench.decode(

@@ -6,6 +6,7 @@ import dataclasses
 import pytest
 
 from experiments.studies import _chaos_sockets, _scenarios
+from wanspec_jax import schedules as sch
 from wanspec_jax.worlds import Kill, Stall, Weather
 
 
@@ -84,7 +85,7 @@ def test_both_meet_the_same_faults_from_the_33rd_token_on():
   stalled = dataclasses.replace(
     case, weather=Weather(stalls=(Stall(0, 0.0, 1.0),))
   )
-  for policy in (_scenarios.policy_of(case), _scenarios._lockstep(0)):
+  for policy in (_scenarios.policy_of(case), sch.lockstep(0)):
     report = {"hung": 0, "diverged": 0}
     fair_s, foul_s = (
       _scenarios._timed_s(c, texts, policy, report) for c in (case, stalled)
@@ -119,7 +120,7 @@ def test_the_start_is_found_without_playing_to_the_end():
   case = _scenarios.scenario(seed)
   fair = dataclasses.replace(case, weather=Weather())
   texts = _scenarios.texts_of(case)
-  for policy in (_scenarios.policy_of(case), _scenarios._lockstep(0)):
+  for policy in (_scenarios.policy_of(case), sch.lockstep(0)):
     whole, _ = _scenarios._decode(fair, texts, policy)
     first_s = min(o.emitted_s[_scenarios.SKIP - 1] for o in whole)
     # A floor keeps purses: one per engine.

@@ -42,7 +42,7 @@ def test_what_is_given_up_is_not_decoded_to_its_end(monkeypatch):
     return session(*args, on_emit=note, **kwargs)
 
   monkeypatch.setattr(_grid, "session", counted)
-  plain = sch.lockstep(lambda gains, lap_s: 0, max_nodes=0)
+  plain = sch.lockstep(0)
   rate = _grid.rate(POINT, plain, tokens=100)
   assert counts.pop() == 100
   counts.clear()

@@ -14,7 +14,7 @@ from experiments.studies._measured_figure import (
   Ordering,
   Result,
 )
-from experiments.studies._measured_policies import chunks, frames, plain
+from experiments.studies._measured_policies import chunks, frames
 from experiments.studies._measured_world import MeasuredWorld, Quality, count
 from experiments.studies._published_world import fixed, tokens_per_round
 from wanspec_jax import schedules as sch
@@ -72,7 +72,7 @@ SURE = Quality.chain(1.0)
 
 
 def test_plain_takes_a_lap_per_token():
-  mine = count(WORLD, plain(), SURE, tokens=30)
+  mine = count(WORLD, sch.lockstep(0), SURE, tokens=30)
   assert mine.tokens_per_s == pytest.approx(1 / LAP_S)
   assert mine.frames_per_token == 1 and mine.stale_per_token == 0
 

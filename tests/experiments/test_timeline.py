@@ -155,9 +155,7 @@ def test_markdown_marks_the_best():
 
 def test_a_drawn_policy(tmp_path):
   """Plain decoding, for which everything is known beforehand."""
-  this = timelines.Drawn(
-    "plain", "root alone", sch.lockstep(lambda g, s: 0, max_nodes=0), TWO
-  )
+  this = timelines.Drawn("plain", "root alone", sch.lockstep(0), TWO)
   tokens = timelines._SKIP + 20
   figures = timelines.draw(this, tokens, tmp_path, None)
   # A lap: delays, two stages of 32 ms, 8 KiB at 1 MB/s, and a few bytes.

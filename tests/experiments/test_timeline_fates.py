@@ -195,7 +195,7 @@ def test_without_a_recording_rows_are_of_one_kind():
 
 POINT = _grid.Point(lap_s=0.1, mbps=30, stages=3, level_s=0.004, quality=0.6)
 POLICIES = {
-  "lockstep": lambda: _grid._fixed(6, None),
+  "lockstep": lambda: sch.lockstep(6),
   "continuous": lambda: sch.continuous(width=2),
   "in_pipe": lambda: sch.in_pipe(width=3),
   "segments": lambda: sch.segments(segment=6),

@@ -75,7 +75,7 @@ def test_a_perfect_drafter_in_lockstep_has_the_synchronous_rate(depth):
     draft=draft,
   )
   engine = sch.init(
-    sch.lockstep(lambda g, t: len(g), max_nodes=depth, levels=depth),
+    sch.lockstep(depth, levels=depth),
     sch.Costs.constant(0.11, max_rows=16),
     capacity=400,
     prefill_rows=8,

@@ -98,7 +98,7 @@ def test_perfect_drafts_meet_picospecs_law(level_s):
   )
   assert rate == pytest.approx(best, rel=0.01)
   if level_s * (window + 1) <= lap_s:
-    slow = sch.lockstep(lambda g, t: len(g), max_nodes=window, levels=window)
+    slow = sch.lockstep(window, levels=window)
     times = virtual.decode_texts(slow, **setting)[0][0].emitted_s
     assert len(times) / times[-1] == pytest.approx(
       sch.synchronous_rate(1.0, window, level_s=level_s, lap_s=lap_s), rel=0.01

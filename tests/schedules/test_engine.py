@@ -249,7 +249,7 @@ def test_full_cache_shortens_trees_and_ends_with_length():
 def _small():
   """Returns an engine of six slots that does not speculate."""
   return sch.init(
-    sch.lockstep(lambda g, t: 0, max_nodes=0),
+    sch.lockstep(0),
     bench.costs(8),
     capacity=6,
     prefill_rows=4,
@@ -273,14 +273,14 @@ def test_a_prompt_that_does_not_fit_is_refused_by_name():
 def test_impossible_sizes_are_refused_by_name(field, change):
   sizes = {"capacity": 4, "prefill_rows": 4} | change
   with pytest.raises(ValueError, match=f"{field} = "):
-    sch.init(sch.lockstep(lambda g, t: 0, max_nodes=0), bench.costs(8), **sizes)
+    sch.init(sch.lockstep(0), bench.costs(8), **sizes)
 
 
 def test_admission_leaves_no_room_to_overflow():
   """A sequence is not let in on slots that another's tree still holds."""
   texts = {0: [0] * 80, 1: [1] * 80}
   engine = sch.init(
-    sch.lockstep(lambda gains, lap_s: len(gains), max_nodes=24),
+    sch.lockstep(24),
     bench.costs(32),
     capacity=40,
     prefill_rows=32,
@@ -318,7 +318,7 @@ def test_admission_leaves_no_room_to_overflow():
 def test_abort_of_a_request_that_still_waits_is_reported():
   texts = {s: [0] * 40 for s in range(2)}
   engine = sch.init(
-    sch.lockstep(lambda g, t: 0, max_nodes=0),
+    sch.lockstep(0),
     bench.costs(8),
     capacity=20,
     prefill_rows=8,
@@ -434,8 +434,45 @@ def test_unknown_events_are_refused():
   engine = _small()
   with pytest.raises(TypeError, match="not an event"):
     sch.step(engine, Returned(run_id=0))
-  with pytest.raises(ValueError, match="max_nodes = -1"):
-    sch.lockstep(lambda g, t: 0, max_nodes=-1)
+
+
+@pytest.mark.parametrize("size", [0, 1, 5])
+def test_a_number_stands_for_the_likeliest_so_many(size):
+  def launched(policy):
+    texts = {0: bench.random_texts(random_lib.Random(2), 1, 80)[0]}
+    engine = sch.init(policy, bench.costs(8), capacity=60, prefill_rows=4)
+    request = bench.request_of(texts[0], 3, 30, seed=0)
+    random = random_lib.Random(3)
+    drafter = bench.drafter_of(
+      texts, right=0.6, size=lambda budget: 7, random=random
+    )
+    stages = bench.ring(texts, num_stages=1, capacity=60)
+    driver = Driver(engine, drafter)
+    bench.play(driver, stages, [request], random)
+    rounds = driver.outcomes[0].rounds
+    assert max(r.drafted for r in rounds) == size
+    return rounds
+
+  def likeliest(gains, lap_s):
+    assert list(gains) == sorted(gains, reverse=True)
+    return min(size, len(gains))
+
+  same = sch.lockstep(likeliest, max_nodes=size)
+  assert launched(sch.lockstep(size)) == launched(same)
+
+
+@pytest.mark.parametrize(
+  ("make", "message"),
+  [
+    (lambda: sch.lockstep(lambda g, t: 0, max_nodes=-1), "max_nodes = -1"),
+    (lambda: sch.lockstep(3, max_nodes=-1), "max_nodes = -1"),
+    (lambda: sch.lockstep(-1), "size = -1"),
+    (lambda: sch.lockstep(lambda g, t: 0), "max_nodes = None"),
+  ],
+)
+def test_sizes_that_make_no_sense_are_named(make, message):
+  with pytest.raises(ValueError, match=message):
+    make()
 
 
 def test_nothing_is_drafted_that_no_lap_can_use():

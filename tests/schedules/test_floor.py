@@ -16,7 +16,7 @@ POLICIES = {
   f"floor, {name}": lambda make=make: sch.with_floor(make())
   for name, make in {
     **DRAFTING,
-    "lockstep": lambda: sch.lockstep(lambda g, t: len(g), max_nodes=6),
+    "lockstep": lambda: sch.lockstep(6),
     "hedged": lambda: sch.hedged(depth=2, fan_out=2, launch_hedges=3),
     "in_pipe": lambda: sch.in_pipe(width=2),
     "segments": lambda: sch.segments(segment=3, initial=7, expand=5),
@@ -109,7 +109,7 @@ _HARD = {
   },
 }
 _INNER = {
-  "lockstep": lambda: sch.lockstep(lambda g, t: len(g), max_nodes=12),
+  "lockstep": lambda: sch.lockstep(12),
   "continuous": lambda: sch.continuous(nodes=2, width=2),
   "hedged": lambda: sch.hedged(depth=3, fan_out=2, launch_hedges=3),
   "branched": lambda: sch.branched(),
@@ -122,7 +122,7 @@ _INNER = {
 @pytest.mark.parametrize("place", _HARD)
 def test_no_hopeless_drafter_slows_any_policy(place):
   setting = {"accept": [1e-6, 1e-7], "tokens": 64, **_HARD[place]}
-  plain = virtual.time_s(virtual.plain(), **setting)
+  plain = virtual.time_s(sch.lockstep(0), **setting)
   for name, make in _INNER.items():
     floored = virtual.time_s(sch.with_floor(make()), **setting)
     assert floored <= plain / 0.95, name
@@ -132,7 +132,7 @@ def test_no_hopeless_drafter_slows_any_policy(place):
 @pytest.mark.parametrize("name", _INNER)
 def test_a_policy_that_pays_keeps_its_gain(place, name):
   setting = {"accept": [0.8, 0.08], "tokens": 128, **_HARD[place]}
-  plain = virtual.time_s(virtual.plain(), **setting)
+  plain = virtual.time_s(sch.lockstep(0), **setting)
   bare = plain / virtual.time_s(_INNER[name](), **setting)
   floored = plain / virtual.time_s(sch.with_floor(_INNER[name]()), **setting)
   assert floored >= 0.95
@@ -154,8 +154,8 @@ def test_the_weather_is_not_the_policys_fault():
 
 def test_bad_arguments_are_named():
   for make, what in (
-    (lambda: sch.with_floor(virtual.plain(), share=0.0), r"share = 0\.0"),
-    (lambda: sch.with_floor(virtual.plain(), learning=-1), "learning = -1"),
+    (lambda: sch.with_floor(sch.lockstep(0), share=0.0), r"share = 0\.0"),
+    (lambda: sch.with_floor(sch.lockstep(0), learning=-1), "learning = -1"),
   ):
     with pytest.raises(ValueError, match=what):
       make()

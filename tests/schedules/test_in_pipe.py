@@ -260,7 +260,7 @@ def test_segments_fill_the_pipe_and_outrun_one_tree_in_lockstep():
     assert max(run.num_rows for run in runs) <= 16
     return outcome.decode_s
 
-  one_tree = sch.lockstep(lambda gains, lap_s: len(gains), max_nodes=15)
+  one_tree = sch.lockstep(15)
   assert seconds(sch.segments()) < seconds(one_tree)
 
 

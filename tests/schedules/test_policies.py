@@ -9,7 +9,7 @@ from tests.schedules import bench, virtual
 from wanspec_jax import schedules as sch
 
 POLICIES = {
-  "lockstep": lambda: sch.lockstep(lambda g, t: len(g), max_nodes=6),
+  "lockstep": lambda: sch.lockstep(6),
   "continuous": lambda: sch.continuous(nodes=2, width=2),
   "stream": lambda: sch.continuous(nodes=1, max_in_flight=3),
   "reactive": lambda: sch.continuous(threshold=0.3, recovery=0.2, decay=0.1),
@@ -44,6 +44,6 @@ def test_a_floor_keeps_any_policy_near_plain_decoding(name):
     "level_s": 0.03,
     "tokens": 220,
   }
-  plain = virtual.time_s(virtual.plain(), **setting)
+  plain = virtual.time_s(sch.lockstep(0), **setting)
   floored = virtual.time_s(sch.with_floor(POLICIES[name]()), **setting)
   assert floored <= plain / 0.95

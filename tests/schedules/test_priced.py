@@ -121,12 +121,6 @@ def _rate(policy, *, lap_s, bandwidth_bps, num_stages, level_s, quality):
   return (TOKENS - 1 - SKIP) / (times[-1] - times[SKIP])
 
 
-def _lockstep(size, levels=None):
-  return sch.lockstep(
-    lambda gains, lap_s: min(size, len(gains)), max_nodes=size, levels=levels
-  )
-
-
 @pytest.mark.parametrize("quality", [0.3, 0.9])
 @pytest.mark.parametrize("level_s", [0.0, 0.01])
 @pytest.mark.parametrize(
@@ -150,7 +144,7 @@ def test_it_is_never_behind_lockstep_at_its_best_size(
     quality=quality,
   )
   best = max(
-    rate(_lockstep(size, levels))
+    rate(sch.lockstep(size, levels=levels))
     for size in (0, 1, 4, 16)
     for levels in ((2, 8) if level_s and size > 1 else (None,))
   )
@@ -165,5 +159,5 @@ def test_a_hopeless_drafter_costs_next_to_nothing():
     "level_s": 0.0,
     "quality": -1.0,
   }
-  plain = _rate(_lockstep(0), **settings)
+  plain = _rate(sch.lockstep(0), **settings)
   assert _rate(sch.priced(), **settings) >= 0.95 * plain

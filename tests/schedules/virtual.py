@@ -18,11 +18,6 @@ VOCAB = 500
 MAX_ROWS = 64
 
 
-def plain():
-  """Returns the policy of plain decoding: roots alone, one lap a token."""
-  return sch.lockstep(lambda gains, lap_s: 0, max_nodes=0)
-
-
 def text_of(tokens, *, seed=5):
   """Returns a random text, longer than a prompt of one and `tokens` more."""
   random = random_lib.Random(seed)

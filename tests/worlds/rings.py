@@ -138,9 +138,7 @@ def driver_of(
   *, drafter=None, policy=None, max_nodes=0, shape=SHAPE, on_emit=None
 ):
   """Returns a fresh engine; lockstep without drafts by default."""
-  policy = policy or sch.lockstep(
-    lambda gains, lap_s: len(gains), max_nodes=max_nodes
-  )
+  policy = policy or sch.lockstep(max_nodes)
   engine = sch.init(
     policy,
     sch.Costs.constant(1.0, max_rows=shape.max_rows),

@@ -86,11 +86,6 @@ def driver_of(policy, drafter, *, capacity=200, max_rows=16, **settings):
   return Driver(engine, drafter, **settings)
 
 
-def plain_policy():
-  """Returns plain decoding."""
-  return sch.lockstep(lambda gains, lap_s: 0, max_nodes=0)
-
-
 def burst(count, *, cancels=True):
   """Returns a policy that drafts once, then launches the root with its first
   node and every other node in a run of its own, all at the same moment."""

@@ -10,6 +10,7 @@ import time
 import pytest
 
 from tests.worlds import rings, scripted, troubled
+from wanspec_jax import schedules as sch
 from wanspec_jax import wire
 from wanspec_jax.messages import Cancel
 from wanspec_jax.worlds import (
@@ -178,7 +179,7 @@ def test_a_cancel_passes_every_stage_and_is_counted(monkeypatch):
 def scripted_plain():
   """Returns a driver of plain decoding."""
   return scripted.driver_of(
-    scripted.plain_policy(),
+    sch.lockstep(0),
     scripted.chain_drafter(),
     capacity=rings.SHAPE.capacity,
     max_rows=rings.SHAPE.max_rows,

@@ -104,7 +104,7 @@ def _decode(stages, sequences, *, drafter=None, max_nodes=0, wrap=None):
     profile=profile,
   )
   engine = sch.init(
-    sch.lockstep(lambda gains, lap_s: len(gains), max_nodes=max_nodes),
+    sch.lockstep(max_nodes),
     bench.costs(SHAPE.max_rows),
     capacity=SHAPE.capacity,
     prefill_rows=8,

@@ -55,7 +55,7 @@ def _run(
   stages.append(ReplayStage(capacity=capacity, texts=texts))
   ring = VirtualRing(stages=stages, hops=hops, profile=_profile(times, draft_s))
   engine = sch.init(
-    sch.lockstep(lambda gains, lap_s: len(gains), max_nodes=max_nodes),
+    sch.lockstep(max_nodes),
     bench.costs(64),
     capacity=capacity,
     prefill_rows=prefill_rows,

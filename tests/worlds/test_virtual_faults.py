@@ -16,7 +16,6 @@ from tests.worlds.scripted import (
   burst,
   chain_drafter,
   driver_of,
-  plain_policy,
   ring_of,
   taps,
 )
@@ -36,7 +35,7 @@ def _plain_run(weather, *, count=4, num_stages=2, tokens=5, submit_s=0.0):
     times=(0.0,) * num_stages,
     weather=weather,
   )
-  driver = driver_of(plain_policy(), chain_drafter())
+  driver = driver_of(sch.lockstep(0), chain_drafter())
   request = bench.request_of(TEXT, count, tokens, seed=0)
   result = ring.run(driver, [(submit_s, request)])
   outcome = result.outcomes[0]
@@ -185,7 +184,7 @@ def test_a_frame_behind_a_lost_one_waits_for_it():
   requests = [
     (at_s, bench.request_of(TEXT, 1, 1, seed=0)) for at_s in (0.01, 0.06)
   ]
-  driver = driver_of(plain_policy(), chain_drafter())
+  driver = driver_of(sch.lockstep(0), chain_drafter())
   result = ring.run(driver, requests)
   came = [s.end_s for s in result.spans if s.lane == "hop 0"][:2]
   assert came == pytest.approx([0.22, 0.22])
@@ -259,7 +258,7 @@ def test_a_stage_that_dies_between_requests_is_there_for_the_next():
   requests = [
     (at_s, bench.request_of(TEXT, 1, 1, seed=0)) for at_s in (0.0, 0.2)
   ]
-  driver = driver_of(plain_policy(), chain_drafter())
+  driver = driver_of(sch.lockstep(0), chain_drafter())
   result = ring.run(driver, requests)
   assert [result.outcomes[s].emitted_s for s in range(2)] == [
     pytest.approx([0.03]),
@@ -275,7 +274,7 @@ def test_a_text_that_ends_while_a_stage_is_down_leaves_the_ring_usable():
   requests = [
     (at_s, bench.request_of(TEXT, 1, 1, seed=0)) for at_s in (0.0, 1.0)
   ]
-  driver = driver_of(plain_policy(), chain_drafter())
+  driver = driver_of(sch.lockstep(0), chain_drafter())
   result = ring.run(driver, requests)
   assert [result.outcomes[s].emitted_s for s in range(2)] == [
     pytest.approx([0.03]),

@@ -16,7 +16,6 @@ from tests.worlds.scripted import (
   burst,
   chain_drafter,
   driver_of,
-  plain_policy,
   ring_of,
   taps,
 )
@@ -134,7 +133,7 @@ def test_requests_and_tokens_cross_the_clients_link():
   stages = taps({0: TEXT}, 2)
   client = wire.LinkShaper(delay_s=0.2, bandwidth_bps=8000)
   ring = ring_of(stages, delays=(0.01,) * 3, times=(0.0, 0.0), client=client)
-  driver = driver_of(plain_policy(), chain_drafter())
+  driver = driver_of(sch.lockstep(0), chain_drafter())
   request = bench.request_of(TEXT, 5, 3, seed=0)
   result = ring.run(driver, [(1.0, request)])
   outcome = result.outcomes[0]
@@ -154,7 +153,7 @@ def test_tokens_queue_on_the_clients_link():
   stages = taps({0: TEXT}, 1)
   client = wire.LinkShaper(bandwidth_bps=800)
   ring = ring_of(stages, delays=(0.01, 0.01), times=(0.0,), client=client)
-  driver = driver_of(plain_policy(), chain_drafter())
+  driver = driver_of(sch.lockstep(0), chain_drafter())
   request = bench.request_of(TEXT, 1, 4, seed=0)
   outcome = ring.run(driver, [(0.0, request)]).outcomes[0]
   first_s = 0.08 + 0.02 + 0.08  # request, lap, token
@@ -175,7 +174,7 @@ def test_features_return_with_the_verdicts():
       bandwidth_bps=800_000,
       feature_bytes=feature_bytes,
     )
-    driver = driver_of(plain_policy(), chain_drafter())
+    driver = driver_of(sch.lockstep(0), chain_drafter())
     request = bench.request_of(TEXT, 1, 4, seed=0)
     result = ring.run(driver, [(0.0, request)])
     times[feature_bytes] = np.diff([0.0, *result.outcomes[0].emitted_s])
@@ -223,7 +222,7 @@ def _times(policy, chosen):
 @pytest.mark.parametrize(
   "policy",
   [
-    plain_policy(),
+    sch.lockstep(0),
     sch.continuous(nodes=2),
     sch.segments(segment=3, initial=8, expand=4),
     sch.priced(),
@@ -316,7 +315,7 @@ def test_what_the_lost_coordinator_had_in_flight_is_lost():
   assert mirror.tokens(0) == tuple(TEXT[1:3])
   (resumed,) = mirror.requests()
   assert resumed.emitted == tuple(TEXT[1:3])
-  driver = driver_of(plain_policy(), chain_drafter(), on_emit=mirror.on_emit)
+  driver = driver_of(sch.lockstep(0), chain_drafter(), on_emit=mirror.on_emit)
   outcome = ring.run(driver, [(0.0, resumed)]).outcomes[0]
   assert outcome.tokens == TEXT[3:5] and outcome.reason == "length"
   assert outcome.emitted_s == pytest.approx([0.02, 0.04])

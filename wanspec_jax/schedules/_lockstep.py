@@ -18,20 +18,42 @@ Size = Callable[[np.ndarray, Callable[[int], float]], int]
 
 
 def lockstep(
-  size: Size, *, max_nodes: int, levels: int | None = None
+  size: Size | int,
+  *,
+  max_nodes: int | None = None,
+  levels: int | None = None,
 ) -> Policy:
-  """Returns the policy.
+  """Returns the policy; `lockstep(0)` is plain decoding.
 
   Args:
     size: `(gains [m], lap_s) -> n`: how many of the candidates to launch, where
       `gains[i]` is the estimated probability that candidate `i` and its path
       are accepted, best first, and `lap_s(rows)` the time of a lap; e.g.
-      the `num_nodes` of `trees.best_prefix` for the best tokens per second, or
-      a constant.
-    max_nodes: drafted nodes per lap, at most; 0 is plain decoding.
+      the `num_nodes` of `trees.best_prefix` for the best tokens per second. A
+      number stands for the likeliest so many.
+    max_nodes: drafted nodes per lap, at most; by default `size`, if that is a
+      number.
     levels: depth of the drafts, at most: each level costs a drafter that runs a
       model a forward pass; None for no limit.
+
+  Raises:
+    ValueError: a number below 0, or `size` is a function and `max_nodes` is
+      missing.
   """
+  if isinstance(size, int):
+    if size < 0:
+      raise ValueError(f"size = {size}: must be >= 0")
+    return _lockstep(
+      lambda gains, lap_s: size,
+      size if max_nodes is None else max_nodes,
+      levels,
+    )
+  if max_nodes is None:
+    raise ValueError("max_nodes = None: must be a number if size is a function")
+  return _lockstep(size, max_nodes, levels)
+
+
+def _lockstep(size: Size, max_nodes: int, levels: int | None) -> Policy:
   if max_nodes < 0:
     raise ValueError(f"max_nodes = {max_nodes}: must be >= 0")
 
