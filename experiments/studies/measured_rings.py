@@ -22,8 +22,9 @@ import matplotlib.figure
 import rich.console
 
 from experiments._rundir import write_json
-from experiments.studies import _measured_cases, _measured_figure
-from experiments.studies._measured_figure import Result
+from experiments.studies._measured import cases as measured_cases
+from experiments.studies._measured import figures as measured
+from experiments.studies._measured.figures import Result
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -47,12 +48,12 @@ def run(config: Config) -> dict[str, Any]:
   """Runs the study; returns its figures."""
   assert config.out is not None
   tokens = min(config.tokens, 400) if config.quick else config.tokens
-  names = list(_measured_cases.CASES)
+  names = list(measured_cases.CASES)
   with concurrent.futures.ProcessPoolExecutor(
     config.workers, mp_context=multiprocessing.get_context("spawn")
   ) as pool:
     results = list(
-      pool.map(_measured_cases.run_case, names, [tokens] * len(names))
+      pool.map(measured_cases.run_case, names, [tokens] * len(names))
     )
   text = markdown(results)
   rich.console.Console().print(text, markup=False, soft_wrap=True)
@@ -72,7 +73,7 @@ def run(config: Config) -> dict[str, Any]:
   return {
     "within15": f"{sum(f.is_within for f in counted)}/{len(counted)}",
     "orderings": f"{held}/{pairs}",
-    "priced_gain": _measured_figure.mean_gain(
+    "priced_gain": measured.mean_gain(
       [gain for r in results for gain in r.gains]
     ),
   }

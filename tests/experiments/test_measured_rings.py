@@ -6,24 +6,25 @@ import random
 
 import pytest
 
-from experiments.studies import _measured_figure, measured_rings
-from experiments.studies._measured_cases import CASES
-from experiments.studies._measured_figure import (
+from experiments.studies import measured_rings
+from experiments.studies._measured import figures as measured
+from experiments.studies._measured.cases import CASES
+from experiments.studies._measured.figures import (
   Figure,
   Gain,
   Ordering,
   Result,
 )
-from experiments.studies._measured_policies import chunks, frames
-from experiments.studies._measured_world import MeasuredWorld, Quality, count
-from experiments.studies._published_world import fixed, tokens_per_round
+from experiments.studies._measured.policies import chunks, frames
+from experiments.studies._measured.world import MeasuredWorld, Quality, count
+from experiments.studies._published.world import fixed, tokens_per_round
 from wanspec_jax import schedules as sch
 from wanspec_jax.base import Anchor
 
 
 def test_the_copy_says_what_its_sources_say():
   """A few figures entered by hand from the published tables."""
-  rings = _measured_figure.rings()
+  rings = measured.rings()
   assert len(rings) == 9
   nordic = rings["v4flash-6stage-nordic-depth-sweep"]
   sweep = [a for a in nordic["arms"] if a["label"].startswith("depth ")]
@@ -56,14 +57,14 @@ def test_data_that_is_none_is_refused(tmp_path, text):
   path = tmp_path / "rings.json"
   path.write_text(text)
   with pytest.raises((json.JSONDecodeError, KeyError)):
-    _measured_figure.rings(path)
+    measured.rings(path)
 
 
 def test_an_arm_that_is_not_there():
-  ring = _measured_figure.rings()["glm52-744b-6stage-us"]
-  assert _measured_figure.arm(ring, "KV decode, relay-back")["tokens_per_s"]
+  ring = measured.rings()["glm52-744b-6stage-us"]
+  assert measured.arm(ring, "KV decode, relay-back")["tokens_per_s"]
   with pytest.raises(KeyError, match="no arm 'KV'"):
-    _measured_figure.arm(ring, "KV")
+    measured.arm(ring, "KV")
 
 
 WORLD = MeasuredWorld(stage_s=(0.01, 0.02), delay_s=(0.03, 0.04, 0.05))
@@ -288,7 +289,7 @@ def figure(measured, ours, counts=True):
 
 def test_pairs_beyond_the_noise_must_be_in_order():
   arms = {"a": (1.0, 5.0), "b": (1.05, 4.0), "c": (1.2, 4.5), "d": (2.0, 6.0)}
-  got = _measured_figure.ordered("r", "x", arms, 0.06)
+  got = measured.ordered("r", "x", arms, 0.06)
   assert got.pairs == (
     ("a", "c"),
     ("a", "d"),
@@ -297,15 +298,15 @@ def test_pairs_beyond_the_noise_must_be_in_order():
     ("c", "d"),
   )
   assert got.wrong == (("a", "c"),)
-  ties = _measured_figure.ordered("r", "x", {"a": (1, 3), "b": (2, 3)}, 0.06)
+  ties = measured.ordered("r", "x", {"a": (1, 3), "b": (2, 3)}, 0.06)
   assert ties.wrong == (("a", "b"),)
-  only = _measured_figure.ordered("r", "x", arms, lambda a, b: b == "d", "d")
+  only = measured.ordered("r", "x", arms, lambda a, b: b == "d", "d")
   assert len(only.pairs) == 3 and not only.wrong
   with pytest.raises(ValueError, match="rule"):
-    _measured_figure.ordered("r", "x", arms, lambda a, b: True)
+    measured.ordered("r", "x", arms, lambda a, b: True)
   with pytest.raises(ValueError, match="noise"):
-    _measured_figure.ordered("r", "x", arms, -0.1)
-  same = _measured_figure.identical("r", "x", {"a": 1, "b": 1, "c": 2})
+    measured.ordered("r", "x", arms, -0.1)
+  same = measured.identical("r", "x", {"a": 1, "b": 1, "c": 2})
   assert same.wrong == (("a", "c"), ("b", "c")) and len(same.pairs) == 3
 
 
@@ -315,8 +316,8 @@ def test_the_gain_weighs_rings_not_texts():
     Gain(case="a", where="y", best=1.0, priced=8.0),
     Gain(case="b", where="", best=4.0, priced=1.0),
   ]
-  assert _measured_figure.mean_gain(gains) == pytest.approx(1.0)
-  assert _measured_figure.mean_gain([]) != _measured_figure.mean_gain([])
+  assert measured.mean_gain(gains) == pytest.approx(1.0)
+  assert measured.mean_gain([]) != measured.mean_gain([])
 
 
 def test_what_counts_and_what_is_within(tmp_path, monkeypatch):
@@ -356,7 +357,7 @@ def test_what_counts_and_what_is_within(tmp_path, monkeypatch):
       del function, tokens
       return [results[name] for name in names]
 
-  monkeypatch.setattr(measured_rings._measured_cases, "CASES", results)
+  monkeypatch.setattr(measured_rings.measured_cases, "CASES", results)
   monkeypatch.setattr(
     measured_rings.concurrent.futures, "ProcessPoolExecutor", Pool
   )
@@ -369,7 +370,7 @@ def test_what_counts_and_what_is_within(tmp_path, monkeypatch):
 
 
 def test_a_case_runs_from_data_to_figures():
-  result = CASES["slopes"](_measured_figure.rings(), 40)
+  result = CASES["slopes"](measured.rings(), 40)
   by_name = {f.name: f for f in result.figures}
   four = by_name["4 devices, 10 ms: tokens/s"]
   # 1 / (1 / 57.1 + 5 · 10 ms), by hand.

@@ -8,12 +8,12 @@ import random
 import pytest
 
 from experiments.studies import _published as published
-from experiments.studies import _published_closed_forms as forms
-from experiments.studies import _published_hedges as hedges
-from experiments.studies import _published_pipelines as pipelines
-from experiments.studies import _published_policies as policies
-from experiments.studies import _published_row as rows
-from experiments.studies import _published_world as worlds
+from experiments.studies._published import closed_forms as forms
+from experiments.studies._published import hedges as hedges
+from experiments.studies._published import pipelines as pipelines
+from experiments.studies._published import policies as policies
+from experiments.studies._published import row as rows
+from experiments.studies._published import world as worlds
 from tests.schedules import bench
 from wanspec_jax import schedules as sch
 from wanspec_jax.schedules._in_pipe import in_pipe

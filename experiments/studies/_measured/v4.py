@@ -6,17 +6,17 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from experiments.studies import _measured_figure as base
-from experiments.studies._measured_figure import Figure, Gain, Result
-from experiments.studies._measured_policies import frames
-from experiments.studies._measured_world import (
+from experiments.studies._measured import figures as base
+from experiments.studies._measured.figures import Figure, Gain, Result
+from experiments.studies._measured.policies import frames
+from experiments.studies._measured.world import (
   Counters,
   MeasuredWorld,
   Quality,
   count,
   priced,
 )
-from experiments.studies._published_world import fixed
+from experiments.studies._published.world import fixed
 from wanspec_jax import schedules as sch
 
 _HOP_S = 0.004  # of the authors' fit, on its lower bound

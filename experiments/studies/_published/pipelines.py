@@ -4,8 +4,8 @@ two-node shards of Intel's AI-PCs, SpecEdge."""
 
 from typing import NamedTuple
 
-from experiments.studies._published_policies import edge_chain
-from experiments.studies._published_row import (
+from experiments.studies._published.policies import edge_chain
+from experiments.studies._published.row import (
   ASSUMED,
   OWN,
   PUBLISHED,
@@ -13,7 +13,7 @@ from experiments.studies._published_row import (
   Row,
   derived,
 )
-from experiments.studies._published_world import (
+from experiments.studies._published.world import (
   World,
   acceptance_for,
   fixed,

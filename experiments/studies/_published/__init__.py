@@ -11,15 +11,15 @@ import concurrent.futures
 import multiprocessing
 from collections.abc import Callable
 
-from experiments.studies import _published_asynchronous as asynchronous
-from experiments.studies import _published_hedges as hedges
-from experiments.studies import _published_pipelines as pipelines
-from experiments.studies._published_closed_forms import (
+from experiments.studies._published import asynchronous as asynchronous
+from experiments.studies._published import hedges as hedges
+from experiments.studies._published import pipelines as pipelines
+from experiments.studies._published.closed_forms import (
   closed_form_rows as closed_form_rows,
 )
-from experiments.studies._published_row import Check as Check
-from experiments.studies._published_row import Input as Input
-from experiments.studies._published_row import Row as Row
+from experiments.studies._published.row import Check as Check
+from experiments.studies._published.row import Input as Input
+from experiments.studies._published.row import Row as Row
 
 SYSTEMS: tuple[Callable[[bool], list[Row]], ...] = (
   pipelines.pipedec,

@@ -6,15 +6,15 @@ that a paper prints beside its own fix the acceptance, through the closed form
 of `tokens_per_round`; the asynchronous figures are then the test.
 """
 
-from experiments.studies._published_policies import micro_steps
-from experiments.studies._published_row import (
+from experiments.studies._published.policies import micro_steps
+from experiments.studies._published.row import (
   ASSUMED,
   PUBLISHED,
   Input,
   Row,
   derived,
 )
-from experiments.studies._published_world import (
+from experiments.studies._published.world import (
   World,
   acceptance_for,
   fixed,

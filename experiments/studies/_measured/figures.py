@@ -9,7 +9,7 @@ import pathlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
-DATA = pathlib.Path(__file__).parent.parent / "data" / "measured_rings.json"
+DATA = pathlib.Path(__file__).parents[2] / "data" / "measured_rings.json"
 BAR = 0.15
 
 

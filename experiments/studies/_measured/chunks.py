@@ -5,16 +5,16 @@ import statistics
 from collections.abc import Sequence
 from typing import Any
 
-from experiments.studies import _measured_figure as base
-from experiments.studies._measured_figure import Figure, Gain, Result
-from experiments.studies._measured_policies import chunks
-from experiments.studies._measured_world import (
+from experiments.studies._measured import figures as base
+from experiments.studies._measured.figures import Figure, Gain, Result
+from experiments.studies._measured.policies import chunks
+from experiments.studies._measured.world import (
   MeasuredWorld,
   Quality,
   count,
   priced,
 )
-from experiments.studies._published_world import acceptance_for
+from experiments.studies._published.world import acceptance_for
 from wanspec_jax import schedules as sch
 
 _DRIFT = 0.32  # of M2.5 within two hours; the largest stated of a whole rate

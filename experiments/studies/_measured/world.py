@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import drafters
-from experiments.studies._published_world import World
+from experiments.studies._published.world import World
 from wanspec_jax import schedules as sch
 from wanspec_jax import wire
 from wanspec_jax.base import Drafter

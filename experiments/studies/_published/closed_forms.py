@@ -5,9 +5,9 @@ Where a form depends on the acceptance, it is taken at the share of drafted
 tokens that was accepted in the very run: a shorter text then does.
 """
 
-from experiments.studies._published_policies import micro_steps
-from experiments.studies._published_row import Check
-from experiments.studies._published_world import (
+from experiments.studies._published.policies import micro_steps
+from experiments.studies._published.row import Check
+from experiments.studies._published.world import (
   Speed,
   World,
   fixed,

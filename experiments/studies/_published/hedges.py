@@ -7,15 +7,15 @@ devices and the drafter on a fifth.
 
 from typing import NamedTuple
 
-from experiments.studies._published_policies import outcome_hedges
-from experiments.studies._published_row import (
+from experiments.studies._published.policies import outcome_hedges
+from experiments.studies._published.row import (
   ASSUMED,
   PUBLISHED,
   Input,
   Row,
   derived,
 )
-from experiments.studies._published_world import (
+from experiments.studies._published.world import (
   World,
   acceptance_for,
   simulate,

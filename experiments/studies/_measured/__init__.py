@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rings that others measured, simulated beside what they reported."""
