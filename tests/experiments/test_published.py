@@ -13,6 +13,7 @@ from experiments.studies._published import hedges as hedges
 from experiments.studies._published import pipelines as pipelines
 from experiments.studies._published import policies as policies
 from experiments.studies._published import row as rows
+from experiments.studies._published import tables
 from experiments.studies._published import world as worlds
 from tests.schedules import bench
 from wanspec_jax import schedules as sch
@@ -229,7 +230,7 @@ def test_text_is_that_of_plain_decoding(policy, seed):
 def test_rows_of_cheap_systems():
   found = [
     row
-    for system in published.SYSTEMS
+    for system in tables.SYSTEMS
     if system.__name__ in ("amusd", "picospec", "saguaro", "intel")
     for row in system(True)
   ]
