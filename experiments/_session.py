@@ -14,12 +14,13 @@ from experiments import _arms, _local, _setup
 from experiments._settings import Decode
 from wanspec_jax import models
 from wanspec_jax import schedules as sch
-from wanspec_jax.links import StageProfile
+from wanspec_jax.links import StageProfile, StageProfiles
 from wanspec_jax.worlds import (
   Cluster,
   Driver,
   SessionResult,
   SocketRing,
+  Stage,
   StageShape,
   VirtualRing,
   load_stage,
@@ -42,7 +43,7 @@ class Session:
     cluster: the ring.
     tokenizer: of the model.
     vocab_size: of the model.
-    profile: stage times.
+    profiles: stage times by cache size.
     directory: run directory.
   """
 
@@ -51,23 +52,24 @@ class Session:
     settings: Decode,
     cluster: Cluster,
     world: Any,
-    profile: StageProfile,
+    profiles: StageProfiles,
     directory: pathlib.Path,
   ):
     self.settings = settings
     self.cluster = cluster
-    self.profile = profile
+    self.profiles = profiles
     self.directory = directory
     self.tokenizer = models.load_tokenizer(cluster.model)
     self.vocab_size = models.load_config(cluster.model).vocab_size
     self._world = world
-    self.costs = _arms.ring_costs(cluster, settings.links, profile)
     # One per drafter: what verdicts on one prompt taught serves the next.
     self._calibrations: dict[str, sch.Calibration] = {}
 
-  def lap_s(self, num_rows: int) -> float:
-    """Returns the modelled lap of a run of that many rows."""
-    return self.costs.lap_s(num_rows)
+  def profile_for(self, requests: Sequence[sch.Request]) -> StageProfile:
+    """Returns the stage times at the cache size that requests decoded at once
+    have half-way, with a full run in flight."""
+    slots = sum(len(r.prompt) + r.max_new_tokens // 2 for r in requests)
+    return self.profiles.at(slots + self.cluster.shape.max_rows)
 
   async def run(
     self,
@@ -86,19 +88,23 @@ class Session:
     timed = [(0.0, request) for request in requests]
     if isinstance(self._world, SocketRing):
       return await self._world.run(driver, timed, draft=draft)
-    return await asyncio.to_thread(self._world.run, driver, timed)
+    ring = self._world(self.profile_for(requests))
+    return await asyncio.to_thread(ring.run, driver, timed)
 
   def driver(
     self,
     speculate: _arms.Speculate,
+    requests: Sequence[sch.Request],
     *,
     recorded: Sequence[int] | None = None,
     on_emit=None,
   ) -> Driver:
-    """Returns a fresh engine and drafter."""
+    """Returns a fresh engine and drafter for requests that come at once."""
     return _arms.make_driver(
       cluster=self.cluster,
-      costs=self.costs,
+      costs=_arms.ring_costs(
+        self.cluster, self.settings.links, self.profile_for(requests)
+      ),
       schedule=self.settings.schedule,
       calibration=self._calibrations.setdefault(
         speculate.drafter, sch.Calibration()
@@ -129,8 +135,8 @@ async def open_session(
     directory: gets the cluster file, logs and the profile.
     max_length: longest prompt plus budget of all that are decoded at once;
       decides which cache sizes are compiled beforehand.
-    profile_length: length whose cache size stages are timed at, over sockets;
-      `max_length` by default.
+    profile_length: the longest of those that are decoded by themselves: stages
+      are timed at the cache sizes up to there; `max_length` by default.
 
   Raises:
     ValueError: the ring's verifier cannot sample as the settings say.
@@ -150,16 +156,16 @@ async def open_session(
     if settings.schedule != "lockstep":  # several runs hold nodes at once
       spare *= 4
     sizes = sizes_needed(shape, max_length + spare)
+    timed = sizes_needed(shape, (profile_length or max_length) + shape.max_rows)
+    profiles = read_profiles(settings)
     if settings.world == "virtual":
-      world, seconds = virtual_ring(settings, cluster, sizes[-1])
-      profile = read_profile(settings) or _arms.profile_of(cluster, seconds)
-      yield Session(
-        settings,
-        cluster,
-        world(profile),
-        profile,
-        directory,
-      )
+      stages = [load_stage(cluster, i) for i in range(cluster.num_stages)]
+      profiles = profiles or _measure(cluster, stages, timed)
+
+      def world(profile: StageProfile) -> VirtualRing:
+        return VirtualRing(stages=stages, hops=hops, profile=profile)
+
+      yield Session(settings, cluster, world, profiles, directory)
       return
     started_s = time.monotonic()
     if settings.cluster is None:
@@ -179,15 +185,23 @@ async def open_session(
     started_s = time.monotonic()
     for num_slots in sizes:
       await ring.measure(num_slots=num_slots, repeats=0)
-    profile = read_profile(settings)
-    if profile is None:
-      timed = sizes_needed(shape, (profile_length or max_length) + spare)[-1]
-      seconds = await ring.profile(num_slots=timed, repeats=_PROFILE_LAPS)
-      spacing_s = await ring.spacing(num_slots=timed, repeats=_PROFILE_STREAM)
-      profile = _arms.profile_of(cluster, seconds, spacing_s)
+    if profiles is None:
+      profiles = StageProfiles(
+        tuple(timed),
+        tuple(
+          [
+            _arms.profile_of(
+              cluster,
+              await ring.profile(num_slots=size, repeats=_PROFILE_LAPS),
+              await ring.spacing(num_slots=size, repeats=_PROFILE_STREAM),
+            )
+            for size in timed
+          ]
+        ),
+      )
     say(f"compiled and profiled in {time.monotonic() - started_s:.1f} s")
-    (directory / "profile.json").write_text(profile.to_json())
-    yield Session(settings, cluster, ring, profile, directory)
+    (directory / "profile.json").write_text(profiles.to_json())
+    yield Session(settings, cluster, ring, profiles, directory)
 
 
 def make_cluster(settings: Decode) -> Cluster:
@@ -228,26 +242,24 @@ def sizes_needed(shape: StageShape, max_slots: int) -> list[int]:
   return needed
 
 
-def read_profile(settings: Decode) -> StageProfile | None:
+def read_profiles(settings: Decode) -> StageProfiles | None:
   if settings.profile is None:
     return None
-  return StageProfile.from_json(settings.profile.read_text())
+  return StageProfiles.from_json(settings.profile.read_text())
 
 
-def virtual_ring(settings: Decode, cluster: Cluster, num_slots: int):
-  """Returns a maker of the virtual ring and its stages' times, if needed."""
-  stages = [load_stage(cluster, i) for i in range(cluster.num_stages)]
-  seconds = []
-  if settings.profile is None:
-    for stage in stages:
-      times = stage.measure(num_slots=num_slots, repeats=_PROFILE_REPEATS)
-      seconds.append([times[b] for b in cluster.shape.row_buckets])
-
-  def make(profile: StageProfile) -> VirtualRing:
-    return VirtualRing(
-      stages=stages,
-      hops=settings.links.hops(cluster.num_stages),
-      profile=profile,
+def _measure(
+  cluster: Cluster, stages: Sequence[Stage], sizes: Sequence[int]
+) -> StageProfiles:
+  """Returns the times of stages of this process, each by itself."""
+  profiles = []
+  for size in sizes:
+    times = [
+      stage.measure(num_slots=size, repeats=_PROFILE_REPEATS)
+      for stage in stages
+    ]
+    buckets = cluster.shape.row_buckets
+    profiles.append(
+      _arms.profile_of(cluster, [[t[b] for b in buckets] for t in times])
     )
-
-  return make, seconds
+  return StageProfiles(tuple(sizes), tuple(profiles))

@@ -157,6 +157,7 @@ async def run_arm(
       printer.begin(name, low)
     driver = session.driver(
       speculate,
+      batch,
       recorded=replayed,
       on_emit=None if printer is None else printer.emit,
     )
@@ -261,7 +262,7 @@ async def decode(settings: Decode) -> dict[str, Any]:
         "config": _rundir.config_dict(settings),
         "cluster": dataclasses.asdict(session.cluster),
         "versions": _rundir.versions(),
-        "profile": json.loads(session.profile.to_json()),
+        "profile": json.loads(session.profiles.to_json()),
         "figures": figures,
         "arms": {
           arm.name: _report.arm_figures(arm, plain)

@@ -242,6 +242,41 @@ def test_profile_round_trip():
     links.StageProfile.from_json("[1]")
 
 
+def test_profiles_by_cache_size():
+  small, large = profile(), profile(draft_s_per_node=1e-3)
+  both = links.StageProfiles((256, 512), (small, large))
+  for num_slots, want in (
+    (1, small),
+    (256, small),
+    (257, large),
+    (9999, large),
+  ):
+    assert both.at(num_slots) is want, num_slots
+  assert links.StageProfiles.from_json(both.to_json()) == both
+  single = links.StageProfiles.from_json(small.to_json())
+  assert single.at(1) == single.at(9999) == small
+
+
+@pytest.mark.parametrize(
+  ("slots", "count", "message"),
+  [
+    ((), 0, "slots"),
+    ((2, 1), 2, "slots"),
+    ((0,), 1, "slots"),
+    ((1,), 2, "2 of"),
+  ],
+)
+def test_profiles_that_do_not_fit(slots, count, message):
+  with pytest.raises(ValueError, match=message):
+    links.StageProfiles(slots, (profile(),) * count)
+
+
+@pytest.mark.parametrize("text", ["[1]", "{}", '{"256": {}}', '{"256": 3}'])
+def test_profiles_documents_that_are_none(text):
+  with pytest.raises(ValueError, match="StageProfile"):
+    links.StageProfiles.from_json(text)
+
+
 @pytest.mark.parametrize("num_rows", [1, 3, 16, 40])
 def test_lap_model_is_the_lap_formula(num_rows):
   ring = two_stages()

@@ -363,6 +363,64 @@ class StageProfile:
     )
 
 
+@dataclasses.dataclass(frozen=True)
+class StageProfiles:
+  """Stage times by cache size: attention reads every slot, used or not.
+
+  Attributes:
+    slots: cache sizes, ascending.
+    profiles: one per size.
+  """
+
+  slots: tuple[int, ...]
+  profiles: tuple[StageProfile, ...]
+
+  def __post_init__(self):
+    sizes = tuple(self.slots)
+    if not sizes or sizes[0] < 1 or sizes != tuple(sorted(set(sizes))):
+      raise ValueError(
+        f"StageProfiles.slots = {sizes}: must be positive and ascending"
+      )
+    if len(self.profiles) != len(sizes):
+      raise ValueError(
+        f"StageProfiles.profiles: {len(self.profiles)} of them, but "
+        f"{len(sizes)} cache sizes"
+      )
+
+  def at(self, num_slots: int) -> StageProfile:
+    """Returns the profile of the smallest size that holds so many slots; of the
+    largest one if none does."""
+    at = int(np.searchsorted(self.slots, num_slots))
+    return self.profiles[min(at, len(self.profiles) - 1)]
+
+  def to_json(self) -> str:
+    """Returns a JSON document; `from_json` reads it back unchanged."""
+    return json.dumps(
+      {
+        str(size): dataclasses.asdict(profile)
+        for size, profile in zip(self.slots, self.profiles, strict=True)
+      },
+      indent=1,
+    )
+
+  @classmethod
+  def from_json(cls, text: str) -> Self:
+    """Returns the profiles of `to_json`; the document of a single
+    `StageProfile` is read as one that holds for any size.
+
+    Raises:
+      ValueError: naming wrong fields.
+    """
+    data = json.loads(text)
+    if isinstance(data, dict) and data and all(k.isdecimal() for k in data):
+      items = sorted((int(k), json.dumps(v)) for k, v in data.items())
+      return cls(
+        tuple(size for size, _ in items),
+        tuple(StageProfile.from_json(profile) for _, profile in items),
+      )
+    return cls((1,), (StageProfile.from_json(text),))
+
+
 def lap_model(
   ring: Ring, profile: StageProfile, hop_bytes: HopBytes
 ) -> Callable[[int], float]:

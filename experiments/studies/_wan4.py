@@ -137,7 +137,7 @@ class Replay:
 
   Args:
     cluster: the ring.
-    profile: its stage times.
+    profile_of: `(request) -> StageProfile`, the stage times it meets.
     lap_ms: summed one-way delays.
     requests: one per prompt.
     texts: what plain decoding made of each.
@@ -147,14 +147,14 @@ class Replay:
   def __init__(
     self,
     cluster: Cluster,
-    profile: StageProfile,
+    profile_of: Callable[[sch.Request], StageProfile],
     lap_ms: float,
     requests: Sequence[sch.Request],
     texts: Sequence[Sequence[int]],
     drafter_of: Callable,
   ):
     self._cluster = cluster
-    self._profile = profile
+    self._profile_of = profile_of
     self._lap_ms = lap_ms
     self._requests = requests
     self._texts = texts
@@ -164,10 +164,11 @@ class Replay:
 
   def run(self, condition: Condition, policy: sch.Policy) -> list[Outcome]:
     """Returns the outcomes of all prompts, one after the other."""
-    costs = costs_of(self._cluster, condition, self._lap_ms, self._profile)
     calibration = sch.Calibration()
     outcomes = []
     for request, text in zip(self._requests, self._texts, strict=True):
+      profile = self._profile_of(request)
+      costs = costs_of(self._cluster, condition, self._lap_ms, profile)
       driver = Driver(
         sch.init(
           policy,
@@ -205,7 +206,7 @@ class Replay:
     ring = VirtualRing(
       stages=stages,
       hops=links.hops(num),
-      profile=self._profile,
+      profile=self._profile_of(request),
       draft=condition.draft,
       trace=False,
     )

@@ -163,13 +163,14 @@ class Bench:
     calibration: sch.Calibration,
   ) -> SessionResult:
     """Decodes some prompts at once."""
-    shape = self.session.cluster.shape
+    cluster = self.session.cluster
+    shape = cluster.shape
+    requests = [self.requests[i] for i in which]
+    profile = self.session.profile_for(requests)
     driver = Driver(
       sch.init(
         policy,
-        _wan4.costs_of(
-          self.session.cluster, condition, self._lap_ms, self.session.profile
-        ),
+        _wan4.costs_of(cluster, condition, self._lap_ms, profile),
         capacity=shape.capacity,
         prefill_rows=shape.max_rows,
         calibration=calibration,
@@ -177,9 +178,7 @@ class Bench:
       self.drafter(condition, text),
     )
     draft = condition.draft if condition.level_s else None
-    return await self.session.run(
-      driver, [self.requests[i] for i in which], draft=draft
-    )
+    return await self.session.run(driver, requests, draft=draft)
 
 
 def run(config: Config) -> dict[str, Any]:
@@ -221,7 +220,7 @@ async def _run(config: Config) -> dict[str, Any]:
       first = next(c for c in chosen if c.mbps == mbps)
       # The texts are the same on every link; the lap is not.
       plain = await _plain(
-        bench, first, requests if not texts else requests[:2]
+        bench, first, requests if not texts else requests[:3]
       )
       lap_s = _wan4.median_lap_s(plain)
       texts = texts or [o.tokens for o in plain]
@@ -293,7 +292,7 @@ async def _compare(
   session = bench.session
   replay = _wan4.Replay(
     session.cluster,
-    session.profile,
+    lambda request: session.profile_for([request]),
     config.lap_ms,
     bench.requests,
     texts,

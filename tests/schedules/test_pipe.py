@@ -167,7 +167,7 @@ def test_what_runs_do_to_each_other_is_learned_from_their_returns():
     ids = spec.launchable(1)
     return sch.Send(tuple(ids)) if ids and len(spec.flights) < width else None
 
-  for width in (1, 4):
+  for width, off_s in ((1, 0.0), (4, 0.0), (1, 0.02), (4, 0.02), (4, -0.01)):
     state = sch.init(
       sch.Policy("some", decide, 8), _costs(), capacity=300, prefill_rows=8
     )
@@ -206,7 +206,7 @@ def test_what_runs_do_to_each_other_is_learned_from_their_returns():
     while not driver.done:
       back_s, run_id, output = due.pop(0)
       alive.remove(run_id)
-      time_s = back_s + 3e-3 * others[run_id]
+      time_s = back_s + off_s + 3e-3 * others[run_id]
       take(
         driver.handle(sch.Arrived(time_s=time_s, returned=output.message)),
         time_s,

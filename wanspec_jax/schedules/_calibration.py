@@ -8,35 +8,52 @@ _EDGES = (0.02, 0.05, 0.1, 0.2, 0.35, 0.5, 0.65, 0.8, 0.9, 0.97)
 _LEVELS = (1, 2, 3, 4, 6, 8, 12, 16)  # smallest level of each class
 _FLOOR = 1e-4
 _RETURN_MEMORY = 100
+_LEAST_WEIGHT = 1e-3  # a size not seen for long
+_LEAST_SPREAD = 0.5  # below it, `others` hardly varied
 
 
 class Crowding:
   """How much later runs come back for every other one that is under way.
 
   What the queues of a `Pipe` do not tell: stages that share cores and memory
-  slow each other down. Least squares through the origin, `Σ late · others /
-  Σ others²`, the past forgotten by and by.
+  slow each other down. The slope of lateness over others by least squares,
+
+    Σ (late − E[late]) (others − E[others]) / Σ (others − E[others])²
+
+  with a mean per size of run (powers of two), so that stage times which are
+  off for a size count neither for nor against; the past is forgotten by and by.
   """
 
   def __init__(self):
-    self._late_s = self._others = 0.0
+    # By size: weight, Σ late, Σ others, Σ late · others, Σ others².
+    self._sums: dict[int, list[float]] = {}
 
   @property
   def seconds(self) -> float:
     """Per other run; 0 where there is nothing of the kind."""
-    return max(0.0, self._late_s / self._others) if self._others else 0.0
+    joint = spread = 0.0
+    for n, late_s, others, product, square in self._sums.values():
+      joint += product - late_s * others / n
+      spread += square - others * others / n
+    return max(0.0, joint / spread) if spread > _LEAST_SPREAD else 0.0
 
-  def note_return(self, late_s: float, others: int) -> None:
+  def note_return(self, late_s: float, others: int, rows: int) -> None:
     """Counts one run that came back.
 
     Args:
       late_s: how much later than the queues said; negative for sooner.
       others: runs that were under way at its launch, and that were launched
         while it was.
+      rows: of the run.
     """
     keep = 1 - 1 / _RETURN_MEMORY
-    self._late_s = keep * self._late_s + late_s * others
-    self._others = keep * self._others + others * others
+    for size, sums in list(self._sums.items()):
+      sums[:] = [keep * x for x in sums]
+      if sums[0] < _LEAST_WEIGHT:
+        del self._sums[size]
+    sums = self._sums.setdefault(rows.bit_length(), [0.0] * 5)
+    noted = (1.0, late_s, others, late_s * others, others * others)
+    sums[:] = [x + y for x, y in zip(sums, noted, strict=True)]
 
 
 class Calibration:

@@ -98,7 +98,9 @@ def step(
           if flights and flights[0].run == returned.run_id:
             flight = flights.popleft()
             state.pipe.crowding.note_return(
-              now_s - flight.return_s, flight.others + len(state.runs)
+              now_s - flight.return_s,
+              flight.others + len(state.runs),
+              len(flight.ids),
             )
         for verdict in returned.verdicts:
           if verdict.sequence in state.sequences:
